@@ -1,0 +1,4 @@
+"`python -m allatt_prune` is the command `allatt-prune`."
+from allatt_prune.cli import main
+
+if __name__ == "__main__": main()

@@ -1,0 +1,17 @@
+"Everything about the package stands in settings.ini; this file only hands it to setuptools."
+from configparser import ConfigParser
+from pathlib import Path
+from setuptools import setup, find_packages
+
+ini = ConfigParser(delimiters=['='])
+ini.read('settings.ini', encoding='utf-8')
+cfg = ini['DEFAULT']
+
+setup(
+    name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
+    author=cfg['author'], author_email=cfg['author_email'], url=cfg['git_url'], license='Apache-2.0',
+    long_description=Path('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
+    packages=find_packages(include=[cfg['lib_name']]), python_requires='>=' + cfg['min_python'],
+    install_requires=cfg['requirements'].split(), extras_require={'dev': cfg['dev_requirements'].split()},
+    entry_points={'console_scripts': cfg['console_scripts'].split()},
+)
