@@ -13,12 +13,12 @@ from torch import nn, Tensor
 from .model import need
 
 # %% ../nbs/04_gates.ipynb #4a6545d6
-BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature and stretch: arXiv 1712.01312, §4 (2/3 there for beta; .33 as is usual for head gates)
+BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature and stretch; arXiv 1712.01312 has the same stretch and a beta of 2/3
 
 def bin_concrete(
     log_alpha: Tensor # pi, any shape
 ) -> Tensor: # s' in [0, 1], a new sample; differentiable in log_alpha
-    "Sample stretched and clipped BinConcrete variables. arXiv 1712.01312, equations 10-11."
+    "Sample stretched and clipped BinConcrete variables: the hard concrete distribution of arXiv 1712.01312."
     u = torch.rand_like(log_alpha).clamp(torch.finfo(log_alpha.dtype).tiny, 1 - 2**-24)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / BETA)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
@@ -34,7 +34,7 @@ def straight_through(
 def l0_prob(
     log_alpha: Tensor # pi, any shape
 ) -> Tensor: # P(s' > 0), same shape
-    "Probability that a BinConcrete variable is not zero. arXiv 1712.01312, equation 12."
+    "Probability that a BinConcrete variable is not zero: a term of the L0 loss of arXiv 1712.01312."
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 # %% ../nbs/04_gates.ipynb #bf49168e

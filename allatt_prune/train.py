@@ -70,8 +70,8 @@ RECIPES = dict(
     text8=Recipe(),
     wt103=Recipe(n_layer=16, seg_len=192, mem_len=192, batch=96),
     tiny=Recipe(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
-                batch=16, optimizer='adamw', steps=1000, warmup=100, lr=3e-3, prune_steps=600, prune_warmup=60, prune_lr=2e-3,
-                lam=.1, lam_warmup=60, gate_steps=300, gate_lr=.05, log_every=20))
+                batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3,
+                lam=.12, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10))
 
 def get_recipe(
     name: str, # one of RECIPES

@@ -1,0 +1,96 @@
+"The real command, in its own process: what it refuses, what it leaves behind, how it ends."
+import json, os, signal, subprocess, sys, time
+import pytest
+
+TOY = ('--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 4 --log-every 5 --steps 12 --warmup 2 '
+       '--prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5').split()
+RHYME = 'one two buckle my shoe three four knock at the door '
+
+def command(*args, cwd, **kw): return subprocess.run([sys.executable, '-m', 'allatt_prune', *args], cwd=cwd, capture_output=True, text=True, timeout=300, **kw)
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path/'own.txt').write_text(RHYME * 60)
+    (tmp_path/'short.txt').write_text(RHYME)
+    (tmp_path/'blank.txt').write_text(' \n')
+    (tmp_path/'latin.txt').write_bytes('café '.encode('latin-1') * 500)
+    (tmp_path/'taken').mkdir()
+    (tmp_path/'taken'/'result').write_text('precious')
+    return tmp_path
+
+def state(folder): return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
+
+REFUSED = [ # arguments, exit status, what the line must name
+    ('--corpus wikipedia', 2, 'corpus=wikipedia'),
+    ('--corpus no/such.txt', 1, 'corpus=no/such.txt'),
+    ('--corpus taken', 1, 'corpus=taken'),
+    ('--corpus blank.txt', 1, 'corpus=blank.txt'),
+    ('--corpus latin.txt', 1, 'byte 3'),
+    ('--corpus short.txt', 1, 'corpus=short.txt'),
+    ('--recipe huge', 2, 'recipe=huge'),
+    ('--lamda 0.2', 2, 'did you mean lam'),
+    ('--n-head 7', 2, 'n_head=7'),
+    ('--n-head 0', 2, 'n_head=0'),
+    ('--steps ten', 2, 'steps=ten'),
+    ('--steps', 2, '--steps'),
+    ('--lr nan', 2, 'lr=nan'),
+    ('--lam -1', 2, 'lam=-1'),
+    ('--gate-init inf', 2, 'gate_init=inf'),
+    ('--dropout 1', 2, 'dropout=1'),
+    ('--optimizer sgd', 2, 'optimizer=sgd'),
+    ('--output-scale maybe', 2, 'output_scale=maybe'),
+    ('--gate-steps 9999', 2, 'gate_steps=9999'),
+    ('--device abacus', 2, 'device=abacus'),
+    ('--device cuda:99', 2, 'device=cuda:99'),
+    ('--run-dir taken', 1, 'run_dir=taken'),
+    ('--run-dir own.txt', 1, 'run_dir=own.txt'),
+    ('--run-dir own.txt/below', 1, 'own.txt'),
+    ('surplus', 2, 'surplus'),
+]
+
+@pytest.mark.parametrize('args,status,named', REFUSED, ids=[a for a, *_ in REFUSED])
+def test_refused_in_one_line_and_nothing_written(folder, args, status, named):
+    before = state(folder)
+    corpus = [] if '--corpus' in args else ['--corpus', 'own.txt']
+    done = command('run', *TOY, *corpus, *args.split(), cwd=folder)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == status, done.stderr
+    assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], done.stderr
+    assert done.stdout == '' and state(folder) == before
+
+def test_debug_shows_the_traceback(folder):
+    done = command('run', '--recipe', 'huge', '--debug', cwd=folder)
+    assert done.returncode != 0 and 'Traceback' in done.stderr
+
+def test_without_a_command(folder):
+    done = command(cwd=folder)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+
+def test_run_twice_gives_the_same_model_and_never_overwrites(folder):
+    for name in ('a', 'b'):
+        done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', name, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count('\n') == 6 and done.stdout.startswith('| | heads kept')
+    for f in ('baseline', 'gated', 'pruned'):
+        assert (folder/'a'/f/'model.safetensors').read_bytes() == (folder/'b'/f/'model.safetensors').read_bytes()
+    before = state(folder)
+    assert command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'a', cwd=folder).returncode == 1
+    assert state(folder) == before
+    strict = lambda text: json.loads(text, parse_constant=pytest.fail)        # no NaN or Infinity, which are not JSON
+    assert strict((folder/'a'/'report.json').read_text())['rows'][2]['model'] == 'pruned'
+    assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [0, 5, 10, 11] * 3
+
+def test_every_head_may_go(folder):
+    done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert '| pruned | 0 of 8 |' in done.stdout
+
+def test_interrupt(folder):
+    job = subprocess.Popen([sys.executable, '-m', 'allatt_prune', 'run', *TOY, '--steps', '100000', '--corpus', 'own.txt', '--run-dir', 'x'],
+                           cwd=folder, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if (folder/'x'/'metrics.jsonl').exists(): break
+        time.sleep(.1)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130 and err.strip().splitlines()[-1] == 'allatt-prune: error: interrupted', err

@@ -1,0 +1,41 @@
+"The notebooks as documents: what a reader must not find in them."
+import json, re
+from pathlib import Path
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT/'nbs').rglob('*.ipynb'))
+
+def cells(path): return json.loads(path.read_text(encoding='utf-8'))['cells']
+def outputs(path): return json.dumps([o for c in cells(path) for o in c.get('outputs', [])])
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+class TestNotebook:
+    def test_opens_with_a_title_and_a_subtitle(self, path):
+        title = next(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown')
+        assert re.match(r'# \S.*\n> \S', title)
+    def test_outputs_are_committed_and_clean(self, path):
+        out = outputs(path)
+        assert any(c.get('outputs') for c in cells(path))
+        assert '"output_type": "error"' not in out and '"name": "stderr"' not in out
+        assert not re.search(r'(?<![\w:/.<])/(?:home|root|tmp|work|Users)/', out)
+    def test_is_small(self, path): assert path.stat().st_size < 200_000
+
+def test_imports_point_backwards():
+    order = [p.stem for p in NOTEBOOKS if re.match(r'\d\d_', p.stem)]
+    rank = {name[3:]: i for i, name in enumerate(order)}
+    for name, i in rank.items():
+        source = (ROOT/'allatt_prune'/f'{name}.py').read_text(encoding='utf-8')
+        for other in re.findall(r'from allatt_prune\.(\w+) import', source): assert rank[other] < i, f'{name} imports {other}'
+
+def test_notebook_links_exist():
+    for path in NOTEBOOKS:
+        text = '\n'.join(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown')
+        for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|json))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
+
+def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
+    from allatt_prune.cli import table
+    recorded = json.loads((ROOT/'nbs'/'results'/'tiny.json').read_text(encoding='utf-8'))
+    assert table(recorded['rows']) in (ROOT/'README.md').read_text(encoding='utf-8')
+    kept = sum(map(sum, recorded['keep']))
+    assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
