@@ -10,6 +10,8 @@ import argparse, copy, json, math, platform, subprocess, sys
 from dataclasses import asdict, fields
 from pathlib import Path
 import matplotlib.pyplot as plt, torch
+from einops import rearrange
+from fastcore.docments import docments
 from . import __version__, checkpoint
 from .data import Corpus, DataError, Streams, load_corpus
 from .gates import HeadGates, plot_gates, plot_heads
@@ -49,7 +51,7 @@ def measure(
     "Size, quality and speed of each model."
     cfg = models['baseline'].cfg
     n = min(cfg.mem_len + cfg.seg_len, len(corpus.train) // batch)
-    text = torch.tensor(corpus.train[:batch*n].astype('int64')).reshape(batch, n)
+    text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
     zs = [gates() if name == 'gated' else None for name in models]
     times = time_in_turns(list(models.values()), text, zs)
     macs = count_macs(cfg, batch)['total']
@@ -147,20 +149,22 @@ def run(
     write_report(run_dir, rows, gates, records, dict(recipe=asdict(recipe), corpus=text.name, environment=environment(device)))
     return rows
 
-# %% ../nbs/11_cli.ipynb #340ea799
+# %% ../nbs/11_cli.ipynb #c50cb171
 class _Parser(argparse.ArgumentParser):
     def error(self, message): raise ValueError(message)
 
 def _parser():
     p = _Parser(prog='allatt-prune', description='Layer-wise pruning of attention heads.', allow_abbrev=False)
     p.add_argument('--version', action='version', version=__version__)
-    job = p.add_subparsers(dest='command', required=True).add_parser('run', help='train, gate, remove, evaluate, time', allow_abbrev=False)
+    job = p.add_subparsers(dest='command', required=True).add_parser('run', help='train, gate, remove, evaluate, time', allow_abbrev=False, usage='%(prog)s [options]',
+        description='Train a baseline, gate its heads, remove the closed ones, evaluate and time. Every setting of the recipe is an option.')
     job.add_argument('--recipe', default='tiny', help=f"{', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--corpus', default='pydocs', help='pydocs or a text file (default: pydocs)')
     job.add_argument('--run-dir', help='folder to create (default: runs/RECIPE)')
     job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
-    for f in fields(Recipe): job.add_argument(*dict.fromkeys(('--' + f.name.replace('_', '-'), '--' + f.name)), metavar=f.type.__name__.upper(), help='recipe field')
+    docs = docments(Recipe)
+    for f in fields(Recipe): job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__, help=docs[f.name])
     return p
 
 def _convert(f, text): # an option's text as the type of its field
@@ -168,8 +172,12 @@ def _convert(f, text): # an option's text as the type of its field
     try: return kind(text)
     except (ValueError, KeyError): raise ValueError(f'{f.name}={text}: not {f.type.__name__}; give one') from None
 
+def _dashed(a): # --gate_lr=1 -> --gate-lr=1
+    name, eq, value = a.partition('=')
+    return name.replace('_', '-') + eq + value if a.startswith('--') else a
+
 def _run(argv):
-    args, unknown = _parser().parse_known_args(argv)
+    args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])
     for a in unknown:
         need(a.startswith('--'), 'argument', a, 'unexpected', 'see allatt-prune run --help')
         get_recipe(args.recipe, **{a[2:].partition('=')[0].replace('-', '_'): None})

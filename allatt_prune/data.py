@@ -10,6 +10,7 @@ import ast, hashlib, os, platform, re, sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
+from einops import rearrange
 from torch import Tensor
 
 # %% ../nbs/00_data.ipynb #12e0299a
@@ -116,7 +117,7 @@ class Streams:
         if n == 0: raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of one segment of {seg_len} '
                                    f'need {batch*seg_len + 1}; give more text, or a smaller batch or seg_len')
         ids = torch.as_tensor(np.asarray(ids[:batch*n + 1], dtype=np.int64))
-        self.x, self.y = ids[:-1].reshape(batch, n), ids[1:].reshape(batch, n)
+        self.x, self.y = (rearrange(a, '(b n) -> b n', b=batch) for a in (ids[:-1], ids[1:]))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len
     def __getitem__(self, i) -> tuple[Tensor, Tensor]: # ids and targets, both (b t), int64

@@ -105,7 +105,7 @@ def plot_heads(
     "Map of the heads that stay, a row per layer, the first layer at the bottom."
     keep = np.asarray(keep)
     fig, ax = plt.subplots(figsize=(.3*keep.shape[1] + 1.6, .3*keep.shape[0] + .9))
-    ax.pcolormesh(keep, cmap='Blues', vmin=0, vmax=1.4, edgecolors='w', lw=2)
+    ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
     ax.set(xlabel='head', ylabel='layer', xticks=np.arange(keep.shape[1]) + .5, yticks=np.arange(keep.shape[0]) + .5,
            xticklabels=range(1, keep.shape[1] + 1), yticklabels=[f'{i+1}  ({n})' for i, n in enumerate(keep.sum(1))])
     fig.tight_layout()

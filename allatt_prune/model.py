@@ -69,7 +69,7 @@ class AllAttention(nn.Module):
         k, v = (rearrange(f(y), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
         r = rearrange(self.wr(pos), 'm (h d) -> h m d', h=self.h)
         o = self.attend(q, k, v, r, self.u, self.w, self.pk, self.pv, dropout=self.cfg.attn_dropout if self.training else 0.)
-        if z is not None: o = o * rearrange(z, 'h -> h 1 1')
+        if z is not None: o = o * rearrange(z.to(o.dtype), 'h -> h 1 1')
         o = F.linear(rearrange(o, 'b h t d -> b t (h d)'), self.wo.weight)
         bias = self.wo.bias if z is None else self.wo.bias * z.any()
         return x + F.dropout(o + bias, self.cfg.dropout, self.training)
@@ -118,7 +118,7 @@ class LM(nn.Module):
             x = layer(x, None if mems is None else mems[i], self.pos, None if z is None else z[i])
         logits = F.linear(self.norm(x), self.emb.weight, self.bias)
         mems = self._remember(inputs, mems)
-        return (logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())), mems
+        return (logits if targets is None else F.cross_entropy(rearrange(logits, 'b t v -> (b t) v'), rearrange(targets, 'b t -> (b t)'))), mems
 
     def _remember(self, inputs, mems): # the last S inputs of every layer
         if self.cfg.mem_len == 0: return None

@@ -9,7 +9,8 @@ __all__ = ['RECIPES', 'Recipe', 'get_recipe', 'lr_at', 'make_optimizers', 'train
 import difflib, json, math, time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-import torch
+import torch, torch.nn.functional as F
+from einops import rearrange
 from torch import nn, Tensor
 from tqdm import tqdm
 from .data import Corpus, Streams
@@ -20,33 +21,33 @@ from .model import LM, LMConfig, need
 @dataclass
 class Recipe:
     "All settings of a run. Defaults: text8 as in the paper."
-    n_layer: int = 12 # §4.1.1
-    d_model: int = 512 # §4.1.1
-    n_head: int = 8 # §4.1.1
-    n_persistent: int = 2048 # §4.1.1
+    n_layer: int = 12 # layers l, §4.1.1
+    d_model: int = 512 # width c, §4.1.1
+    n_head: int = 8 # heads h of a layer, §4.1.1
+    n_persistent: int = 2048 # persistent vectors N of a head, §4.1.1
     d_ff: int = 0 # feed-forward width of Transformer-XL; All-attention has none (§3.1)
-    seg_len: int = 512 # T, §4.1.2
-    mem_len: int = 512 # S, §4.1.2
-    dropout: float = .1 # embedding and hidden activations, §4.1.2
-    attn_dropout: float = .2 # attention weights, §4.1.2
-    batch: int = 64 # streams, §4.1.2
-    optimizer: str = 'lamb' # 'lamb' (§4.1.2) or 'adamw'
-    clip: float = 1. # largest norm of the gradient; silent
-    seed: int = 0 # of initialisation, dropout and gate noise
-    steps: int = 160_000 # of the baseline, §4.1.2
+    seg_len: int = 512 # segment length T, §4.1.2
+    mem_len: int = 512 # memory length S, §4.1.2
+    dropout: float = .1 # on embedding and hidden activations, §4.1.2
+    attn_dropout: float = .2 # on attention weights, §4.1.2
+    batch: int = 64 # parallel streams b, §4.1.2
+    optimizer: str = 'lamb' # lamb (§4.1.2) or adamw
+    clip: float = 1. # largest norm of the gradient; the paper gives none
+    seed: int = 0 # seed of initialisation, dropout and gate noise
+    steps: int = 160_000 # steps of the baseline, §4.1.2
     warmup: int = 4_000 # steps until lr is reached, §4.1.2
-    lr: float = 1e-2 # §4.1.2
-    lr_min: float = 1e-4 # at the end of the cosine, §4.1.2
-    prune_steps: int = 80_000 # from the first gate to the end of fine-tuning, §4.1.2
-    prune_warmup: int = 4_000 # "identical configurations", §4.1.2
-    prune_lr: float = 1e-3 # §4.1.2
-    prune_lr_min: float = 1e-4 # §4.1.2
+    lr: float = 1e-2 # largest learning rate of the baseline, §4.1.2
+    lr_min: float = 1e-4 # learning rate at the end of the cosine, §4.1.2
+    prune_steps: int = 80_000 # steps from the first gate to the end of fine-tuning, §4.1.2
+    prune_warmup: int = 4_000 # steps until prune_lr is reached: as for the baseline, §4.1.2
+    prune_lr: float = 1e-3 # largest learning rate while pruning, §4.1.2
+    prune_lr_min: float = 1e-4 # learning rate at the end, §4.1.2
     lam: float = .01 # weight of the L0 loss: .01, .015 or .02, §4.1.2
     lam_warmup: int = 4_000 # steps until lam is reached, §4.1.2
-    gate_steps: int = 16_000 # then the gates are frozen, §4.1.2
-    gate_lr: float = 1e-3 # silent; constant
-    gate_init: float = 2. # §3.3
-    output_scale: bool = True # s_g, equation 3
+    gate_steps: int = 16_000 # steps until the gates are frozen, §4.1.2
+    gate_lr: float = 1e-3 # constant learning rate of the gates; the paper gives none
+    gate_init: float = 2. # pi at the start, §3.3
+    output_scale: bool = True # scale outputs by s_g, equation 3
     log_every: int = 100 # steps between records
 
     def __post_init__(self):
@@ -71,7 +72,7 @@ RECIPES = dict(
     wt103=Recipe(n_layer=16, seg_len=192, mem_len=192, batch=96),
     tiny=Recipe(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
                 batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3,
-                lam=.12, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10))
+                lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10))
 
 def get_recipe(
     name: str, # one of RECIPES
@@ -121,12 +122,13 @@ def train(
     *, phase: str|None = None, # name in the records; None: 'baseline' or 'gated'
     start: int = 0 # segment of the streams to begin with
 ) -> list[dict]: # records: phase, step, loss (nats per token), lr, tokens_per_s; with gates lam, open, open_prob
-    "The training loop, of the baseline and of pruning. Paper, §3.3 and §4.1.2."
+    "The training loop, of the baseline and of pruning; seeds torch. Paper, §3.3 and §4.1.2."
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
     torch.manual_seed(r.seed)
     streams, opts = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), make_optimizers(model, gates, r)
     records, mems, lam, since = [], None, 0., time.time()
     model.train()
+    if gates is not None: gates.train()
     for step in (bar := tqdm(range(r.steps), phase, disable=None)):
         if gates is not None and step == r.gate_steps: gates.freeze()
         at = (start + step) % len(streams)
@@ -171,8 +173,8 @@ def evaluate(
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
     ids, step, n = torch.as_tensor(ids).long(), max(128, model.cfg.seg_len), len(ids) - 1
     length = math.ceil(n / batch)
-    pad = lambda a, value: nn.functional.pad(a, (0, batch*length - n), value=value).reshape(batch, length).to(model.bias.device)
-    x, y = pad(ids[:-1], 0), pad(ids[1:], -100)
+    pad = lambda a, value: rearrange(F.pad(a, (0, batch*length - n), value=value), '(b n) -> b n', b=batch).to(model.bias.device)
+    x, y = pad(ids[:-1], 0), pad(ids[1:], -100)             # -100: does not count
     mode, total, mems = model.training, 0., None
     model.eval()
     for i in range(0, length, step):
