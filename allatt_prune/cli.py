@@ -74,7 +74,7 @@ def table(
         f"{r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows])
 
 # %% ../nbs/11_cli.ipynb #b89d1f33
-def _ask(*command): # first line that a command prints; '' if it fails
+def _ask(*command): # first line that a command prints in the package's folder; '' if it fails
     try: return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(checkpoint.__file__).parent).stdout.partition('\n')[0]
     except (OSError, subprocess.SubprocessError): return ''
 
@@ -89,7 +89,7 @@ def environment(
     "What a figure depends on besides the recipe: hardware, versions, commit."
     gpu = {'gpu': torch.cuda.get_device_name(device)} if torch.device(device).type == 'cuda' else {}
     return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(), torch=torch.__version__,
-                allatt_prune=__version__, commit=_ask('git', 'rev-parse', '--short', 'HEAD') or 'unknown')
+                allatt_prune=__version__, commit=_ask('git', 'ls-files', 'cli.py') and _ask('git', 'describe', '--always', '--dirty') or 'unknown')
 
 # %% ../nbs/11_cli.ipynb #048bd295
 def write_report(
@@ -142,6 +142,7 @@ def run(
     if run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one or delete it')
     text = load_corpus(corpus)
     Streams(text.train, recipe.batch, recipe.seg_len, text.name)
+    if min(len(text.valid), len(text.test)) < 2: raise DataError(f'corpus={text.name}: too short to hold out a validation and a test text; give more')
     run_dir.mkdir(parents=True)
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
     models, gates, records = prune_path(recipe, text, run_dir, device)
