@@ -28,7 +28,8 @@ def save(
     tmp = Path(tempfile.mkdtemp(prefix=f'.{path.name}-', dir=path.parent))
     try:
         (tmp/'config.json').write_text(json.dumps(config, indent=1) + '\n', encoding='utf-8')
-        for name, t in tensors.items(): save_file({k: v.detach().cpu().contiguous() for k, v in t.items()}, tmp/f'{name}.safetensors')
+        for name, t in tensors.items():
+            save_file({k: v.detach().cpu().contiguous() for k, v in t.items()}, tmp/f'{name}.safetensors')
         tmp.chmod(0o755)
         os.rename(tmp, path)
     except BaseException:
@@ -40,8 +41,11 @@ def load(
 ) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]: # config, and the tensors of each file by its name
     "Read a folder back. OSError if it is missing or damaged."
     path = Path(path)
-    if not (path/'config.json').is_file(): raise FileNotFoundError(f'checkpoint={path}: no config.json there; give a folder that save wrote')
-    try: return json.loads((path/'config.json').read_text(encoding='utf-8')), {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
+    if not (path/'config.json').is_file():
+        raise FileNotFoundError(f'checkpoint={path}: no config.json there; give a folder that save wrote')
+    try:
+        config = json.loads((path/'config.json').read_text(encoding='utf-8'))
+        return config, {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
     except (ValueError, SafetensorError) as e: raise OSError(f'checkpoint={path}: damaged ({e}); save it again') from e
 
 # %% ../nbs/05_checkpoint.ipynb #1d3c8772
@@ -62,5 +66,7 @@ def from_pretrained(cls: LM,
     try:
         model = cls(LMConfig(**config)).to(tensors['model']['emb.weight'].dtype)
         model.load_state_dict(tensors['model'])
-    except (TypeError, KeyError, RuntimeError) as e: raise OSError(f'checkpoint={path}: not a saved model ({str(e).splitlines()[0]}); give the folder of one') from e
+    except (TypeError, ValueError, KeyError, RuntimeError) as e:
+        why = str(e).splitlines()[0]
+        raise OSError(f'checkpoint={path}: not a saved model ({why}); give the folder of one') from e
     return model.eval()

@@ -6,7 +6,7 @@
 __all__ = ['prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device', 'run', 'main']
 
 # %% ../nbs/11_cli.ipynb #b5561d4d
-import argparse, copy, json, math, platform, subprocess, sys
+import argparse, copy, json, math, platform, re, subprocess, sys
 from dataclasses import asdict, fields
 from pathlib import Path
 import matplotlib.pyplot as plt, torch
@@ -60,36 +60,40 @@ def measure(
         bits = [evaluate(m, ids, z) / math.log(2) for ids in (corpus.valid, corpus.test)]
         heads = int(gates.open_mask().sum()) if name == 'gated' else sum(m.cfg.layer_heads)
         mine = count_macs(m, batch)['total']
-        rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=count_params(m)['blocks'], macs=round(mine),
-                         valid=bits[0], test=bits[1], ms=t.median, spread=t.spread, speedup=times[0].median/t.median, ideal=macs/mine))
+        rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=count_params(m)['blocks'],
+                         macs=round(mine), valid=bits[0], test=bits[1], ms=t.median, spread=t.spread,
+                         speedup=times[0].median/t.median, ideal=macs/mine))
     return rows
 
 def table(
     rows: list[dict] # from `measure`
 ) -> str: # Markdown
     "The rows as a table."
-    head = '| | heads kept | block parameters | MACs per token | valid bpc | test bpc | ms per segment | speed-up | ideal |'
-    return '\n'.join([head, '|---' + '|---:'*8 + '|'] + [
-        f"| {r['model']} | {r['heads']} of {r['of']} | {r['blocks']:,} | {r['macs']:,} | {r['valid']:.3f} | {r['test']:.3f} | "
-        f"{r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows])
+    head = ('| | heads kept | block parameters | MACs per token | valid bpc | test bpc | ms per segment | speed-up | ideal |',
+            '|---' + '|---:'*8 + '|')
+    return '\n'.join([*head] + [
+        f"| {r['model']} | {r['heads']} of {r['of']} | {r['blocks']:,} | {r['macs']:,} | {r['valid']:.3f} | {r['test']:.3f} "
+        f"| {r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows])
 
 # %% ../nbs/11_cli.ipynb #b89d1f33
 def _ask(*command): # first line that a command prints in the package's folder; '' if it fails
-    try: return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(checkpoint.__file__).parent).stdout.partition('\n')[0]
+    here = Path(checkpoint.__file__).parent
+    try: return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=here).stdout.partition('\n')[0]
     except (OSError, subprocess.SubprocessError): return ''
 
 def _processor():
-    try: names = [l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name')]
-    except OSError: names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    try: found = re.search(r'model name\s*:\s*(.+)', Path('/proc/cpuinfo').read_text())
+    except OSError: found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 def environment(
     device: str # where the models are
 ) -> dict[str, str]:
     "What a figure depends on besides the recipe: hardware, versions, commit."
     gpu = {'gpu': torch.cuda.get_device_name(device)} if torch.device(device).type == 'cuda' else {}
-    return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(), torch=torch.__version__,
-                allatt_prune=__version__, commit=_ask('git', 'ls-files', 'cli.py') and _ask('git', 'describe', '--always', '--dirty') or 'unknown')
+    commit = _ask('git', 'ls-files', 'cli.py') and _ask('git', 'describe', '--always', '--dirty')
+    return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(),
+                torch=torch.__version__, allatt_prune=__version__, commit=commit or 'unknown')
 
 # %% ../nbs/11_cli.ipynb #048bd295
 def write_report(
@@ -101,8 +105,8 @@ def write_report(
 ):
     "report.md with gates.png and heads.png; the same as report.json."
     recipe, env, keep = about['recipe'], about['environment'], gates.open_mask().cpu()
-    figures = dict(gates=plot_gates([r['open_prob'] for r in records], [r['step'] for r in records], recipe['gate_steps']), heads=plot_heads(keep))
-    for name, fig in figures.items():
+    probs, steps = zip(*((r['open_prob'], r['step']) for r in records))
+    for name, fig in dict(gates=plot_gates(probs, steps, recipe['gate_steps']), heads=plot_heads(keep)).items():
         fig.savefig(run_dir/f'{name}.png', dpi=80)
         plt.close(fig)
     kept = keep.sum(1).tolist()
@@ -119,7 +123,8 @@ gated model. A segment is {recipe['batch']} streams of {recipe['seg_len']} symbo
 
 {'; '.join(f'{k} {v}' for k, v in env.items())}
 """, encoding='utf-8')
-    (run_dir/'report.json').write_text(json.dumps(dict(rows=rows, keep=keep.int().tolist(), **about), indent=1) + '\n', encoding='utf-8')
+    found = dict(rows=rows, keep=keep.int().tolist(), **about)
+    (run_dir/'report.json').write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
 # %% ../nbs/11_cli.ipynb #b431e4fe
 def pick_device(
@@ -142,7 +147,8 @@ def run(
     if run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one or delete it')
     text = load_corpus(corpus)
     Streams(text.train, recipe.batch, recipe.seg_len, text.name)
-    if min(len(text.valid), len(text.test)) < 2: raise DataError(f'corpus={text.name}: too short to hold out a validation and a test text; give more')
+    if min(len(text.valid), len(text.test)) < 2:
+        raise DataError(f'corpus={text.name}: too short to hold out validation and test text; give more')
     run_dir.mkdir(parents=True)
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
     models, gates, records = prune_path(recipe, text, run_dir, device)
@@ -157,15 +163,18 @@ class _Parser(argparse.ArgumentParser):
 def _parser():
     p = _Parser(prog='allatt-prune', description='Layer-wise pruning of attention heads.', allow_abbrev=False)
     p.add_argument('--version', action='version', version=__version__)
-    job = p.add_subparsers(dest='command', required=True).add_parser('run', help='train, gate, remove, evaluate, time', allow_abbrev=False, usage='%(prog)s [options]',
-        description='Train a baseline, gate its heads, remove the closed ones, evaluate and time. Every setting of the recipe is an option.')
+    job = p.add_subparsers(dest='command', required=True).add_parser(
+        'run', help='train, gate, remove, evaluate, time', allow_abbrev=False, usage='%(prog)s [options]',
+        description='Train a baseline, gate its heads, remove the closed ones, evaluate and time. '
+                    'Every setting of the recipe is an option.')
     job.add_argument('--recipe', default='tiny', help=f"{', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--corpus', default='pydocs', help='pydocs or a text file (default: pydocs)')
     job.add_argument('--run-dir', help='folder to create (default: runs/RECIPE)')
     job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
     docs = docments(Recipe)
-    for f in fields(Recipe): job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__, help=docs[f.name])
+    for f in fields(Recipe):
+        job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__, help=docs[f.name])
     return p
 
 def _convert(f, text): # an option's text as the type of its field
@@ -183,7 +192,8 @@ def _run(argv):
         need(a.startswith('--'), 'argument', a, 'unexpected', 'see allatt-prune run --help')
         get_recipe(args.recipe, **{a[2:].partition('=')[0].replace('-', '_'): None})
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if (v := getattr(args, f.name)) is not None}
-    print(table(run(get_recipe(args.recipe, **changes), args.corpus, args.run_dir or f'runs/{args.recipe}', args.device)))
+    recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
+    print(table(run(recipe, args.corpus, run_dir, args.device)))
 
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."

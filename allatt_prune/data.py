@@ -99,9 +99,11 @@ def load_corpus(
         return char_corpus(name, _cached(Path(cache)/f'pydocs-{version}.txt', pydocs) if cache else pydocs())
     if path.is_file():
         try: return char_corpus(name, path.read_text(encoding='utf-8'))
-        except UnicodeDecodeError as e: raise DataError(f'corpus={name}: not UTF-8 at byte {e.start}; convert it first') from e
+        except UnicodeDecodeError as e:
+            raise DataError(f'corpus={name}: not UTF-8 at byte {e.start}; convert it first') from e
     if path.is_dir(): raise IsADirectoryError(f'corpus={name}: a folder; give one text file')
-    if len(path.parts) > 1 or path.suffix: raise FileNotFoundError(f'corpus={name}: no such file; check the path')
+    if len(path.parts) > 1 or path.suffix:
+        raise FileNotFoundError(f'corpus={name}: no such file; check the path')
     raise ValueError(f"corpus={name}: neither a corpus ({', '.join(NAMES)}) nor a file; give one of them")
 
 # %% ../nbs/00_data.ipynb #9f949039

@@ -13,7 +13,7 @@ from torch import nn, Tensor
 from .model import need
 
 # %% ../nbs/04_gates.ipynb #4a6545d6
-BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature and stretch; arXiv 1712.01312 has the same stretch and a beta of 2/3
+BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature; stretch as in arXiv 1712.01312, whose beta is 2/3
 
 def bin_concrete(
     log_alpha: Tensor # pi, any shape
@@ -60,13 +60,22 @@ class HeadGates(nn.Module):
 
     def forward(self) -> Tensor: # z (l h)
         sample = self.training and not self.frozen
-        g = straight_through(bin_concrete(self.log_alpha)) if sample else self.open_mask().to(self.log_alpha.dtype)
+        pi = self.log_alpha
+        g = straight_through(bin_concrete(pi)) if sample else self.open_mask().to(pi.dtype)
         return g * output_scale(g) if self.scale else g
 
-    def l0(self) -> Tensor: "The L0 loss: a sum over all heads."; return l0_prob(self.log_alpha).sum()
-    def open_prob(self) -> Tensor: "P(g=1) of every gate, (l h)."; return self.log_alpha.detach().sigmoid()
-    def expected_open(self) -> Tensor: "Expected number of open heads."; return self.open_prob().sum()
-    def open_mask(self) -> Tensor: "Heads that stay, (l h), bool."; return self.log_alpha.detach() >= 0
+    def l0(self) -> Tensor:
+        "The L0 loss: a sum over all heads."
+        return l0_prob(self.log_alpha).sum()
+    def open_prob(self) -> Tensor:
+        "P(g=1) of every gate, (l h)."
+        return self.log_alpha.detach().sigmoid()
+    def expected_open(self) -> Tensor:
+        "Expected number of open heads."
+        return self.open_prob().sum()
+    def open_mask(self) -> Tensor:
+        "Heads that stay, (l h), bool."
+        return self.log_alpha.detach() >= 0
     def freeze(self) -> 'HeadGates':
         "No more chance and no more training: the gates are what they are."
         self.frozen.fill_(True)
@@ -90,23 +99,27 @@ def plot_gates(
 ):
     "Open probability of every gate over the steps, one panel per layer."
     probs = np.asarray(probs)
-    fig, axes = plt.subplots(1, probs.shape[1], figsize=(1.9*probs.shape[1] + .6, 2.1), sharey=True, squeeze=False)
+    n = probs.shape[1]
+    fig, axes = plt.subplots(1, n, figsize=(1.9*n + .6, 2.1), sharey=True, squeeze=False)
     for l, ax in enumerate(axes[0]):
         ax.plot(steps, probs[:, l], lw=1)
         ax.set(title=f'layer {l+1}', xlabel='step', ylim=(-.03, 1.03))
-        if freeze is not None: ax.axvline(freeze, c='k', ls=':', lw=1)
-    axes[0, 0].set_ylabel('P(open); dotted: frozen')
+        if freeze is not None:
+            ax.axvline(freeze, c='k', ls=':', lw=1)
+            ax.text(freeze, .5, ' frozen', fontsize=7)
+    axes[0, 0].set_ylabel('P(open)')
     fig.tight_layout()
     return fig
 
 def plot_heads(
     keep # (l h), True where a head stays
 ):
-    "Map of the heads that stay, a row per layer, the first layer at the bottom."
+    "Map of the heads that stay, a row per layer with their number, the first layer at the bottom."
     keep = np.asarray(keep)
     fig, ax = plt.subplots(figsize=(.3*keep.shape[1] + 1.6, .3*keep.shape[0] + .9))
     ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
-    ax.set(xlabel='head', ylabel='layer', xticks=np.arange(keep.shape[1]) + .5, yticks=np.arange(keep.shape[0]) + .5,
-           xticklabels=range(1, keep.shape[1] + 1), yticklabels=[f'{i+1}  ({n})' for i, n in enumerate(keep.sum(1))])
+    ax.set_xticks(np.arange(keep.shape[1]) + .5, range(1, keep.shape[1] + 1))
+    ax.set_yticks(np.arange(keep.shape[0]) + .5, [f'{i+1}  ({n})' for i, n in enumerate(keep.sum(1))])
+    ax.set(xlabel='head', ylabel='layer (heads kept)')
     fig.tight_layout()
     return fig

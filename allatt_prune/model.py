@@ -33,13 +33,14 @@ class LMConfig:
     attn_dropout: float = .2 # on attention weights
     heads: list[int]|None = None # heads kept in each layer; None: all
     def __post_init__(self):
-        for f in ('vocab', 'n_layer', 'd_model', 'n_head', 'seg_len'): need(getattr(self, f) >= 1, f, getattr(self, f), 'too small', 'give 1 or more')
-        for f in ('n_persistent', 'd_ff', 'mem_len'): need(getattr(self, f) >= 0, f, getattr(self, f), 'negative', 'give 0 or more')
-        for f in ('dropout', 'attn_dropout'): need(0 <= getattr(self, f) < 1, f, getattr(self, f), 'not a probability below 1', 'give 0 <= p < 1')
-        need(self.d_model % self.n_head == 0, 'n_head', self.n_head, f'does not divide d_model={self.d_model}', 'give a divisor')
-        if self.heads is not None:
-            need(len(self.heads) == self.n_layer and all(0 <= h <= self.n_head for h in self.heads), 'heads', self.heads,
-                 f'not {self.n_layer} numbers from 0 to {self.n_head}', 'give one per layer')
+        for f, x in vars(self).items():
+            if f in ('vocab', 'n_layer', 'd_model', 'n_head', 'seg_len'): need(x >= 1, f, x, 'too small', 'give 1 or more')
+            if f in ('n_persistent', 'd_ff', 'mem_len'): need(x >= 0, f, x, 'negative', 'give 0 or more')
+            if f in ('dropout', 'attn_dropout'): need(0 <= x < 1, f, x, 'not a probability below 1', 'give 0 <= p < 1')
+        c, h, heads = self.d_model, self.n_head, self.heads
+        need(c % h == 0, 'n_head', h, f'does not divide d_model={c}', 'give a divisor')
+        need(heads is None or len(heads) == self.n_layer and all(0 <= k <= h for k in heads),
+             'heads', heads, f'not {self.n_layer} numbers from 0 to {h}', 'give one per layer')
     @property
     def d_head(self): return self.d_model // self.n_head
     @property
@@ -59,7 +60,8 @@ class AllAttention(nn.Module):
         self.wq, self.wk, self.wv, self.wr = (nn.Linear(c, h*d, bias=False) for _ in range(4))
         self.wo = nn.Linear(h*d, c)
         self.u, self.w = nn.Parameter(torch.zeros(h, d)), nn.Parameter(torch.zeros(h, d))
-        self.pk, self.pv = nn.Parameter(torch.randn(h, n, d) / d**.5), nn.Parameter(torch.randn(h, n, d) / max(1, n)**.5)
+        self.pk = nn.Parameter(torch.randn(h, n, d) / d**.5)
+        self.pv = nn.Parameter(torch.randn(h, n, d) / max(1, n)**.5)
         for linear in (self.wq, self.wk, self.wv, self.wr, self.wo): nn.init.normal_(linear.weight, std=c**-.5)
         nn.init.zeros_(self.wo.bias)
 
@@ -68,7 +70,8 @@ class AllAttention(nn.Module):
         q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
         k, v = (rearrange(f(y), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
         r = rearrange(self.wr(pos), 'm (h d) -> h m d', h=self.h)
-        o = self.attend(q, k, v, r, self.u, self.w, self.pk, self.pv, dropout=self.cfg.attn_dropout if self.training else 0.)
+        drop = self.cfg.attn_dropout if self.training else 0.
+        o = self.attend(q, k, v, r, self.u, self.w, self.pk, self.pv, dropout=drop)
         if z is not None: o = o * rearrange(z.to(o.dtype), 'h -> h 1 1')
         o = F.linear(rearrange(o, 'b h t d -> b t (h d)'), self.wo.weight)
         bias = self.wo.bias if z is None else self.wo.bias * z.any()
@@ -79,7 +82,8 @@ class FeedForward(nn.Sequential):
     "The feed-forward sub-layer of Transformer-XL, pre-norm."
     def __init__(self, cfg: LMConfig):
         c, drop = cfg.d_model, cfg.dropout
-        super().__init__(nn.LayerNorm(c), nn.Linear(c, cfg.d_ff), nn.ReLU(), nn.Dropout(drop), nn.Linear(cfg.d_ff, c), nn.Dropout(drop))
+        super().__init__(nn.LayerNorm(c), nn.Linear(c, cfg.d_ff), nn.ReLU(), nn.Dropout(drop),
+                         nn.Linear(cfg.d_ff, c), nn.Dropout(drop))
     def forward(self, x): return x + super().forward(x)
 
 class Layer(nn.Module):
@@ -118,7 +122,8 @@ class LM(nn.Module):
             x = layer(x, None if mems is None else mems[i], self.pos, None if z is None else z[i])
         logits = F.linear(self.norm(x), self.emb.weight, self.bias)
         mems = self._remember(inputs, mems)
-        return (logits if targets is None else F.cross_entropy(rearrange(logits, 'b t v -> (b t) v'), rearrange(targets, 'b t -> (b t)'))), mems
+        if targets is None: return logits, mems
+        return F.cross_entropy(rearrange(logits, 'b t v -> (b t) v'), rearrange(targets, 'b t -> (b t)')), mems
 
     def _remember(self, inputs, mems): # the last S inputs of every layer
         if self.cfg.mem_len == 0: return None

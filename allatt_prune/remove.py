@@ -38,13 +38,16 @@ def remove_heads(
     "Delete closed heads. The result computes what `model` computes with gates `z`. Paper, §3.2."
     cfg, keep = model.cfg, torch.as_tensor(keep, device=model.bias.device).bool()
     need(cfg.heads is None, 'heads', cfg.heads, 'heads were removed before', 'remove them from the whole model')
-    need(keep.shape == (cfg.n_layer, cfg.n_head), 'keep', tuple(keep.shape), f'not (n_layer, n_head) = {(cfg.n_layer, cfg.n_head)}', 'give one flag per head')
+    shape, want = tuple(keep.shape), (cfg.n_layer, cfg.n_head)
+    need(shape == want, 'keep', shape, f'not (n_layer, n_head) = {want}', 'give one flag per head')
     z = (keep * output_scale(keep.to(model.bias.dtype)) if z is None else z).to(model.bias)
-    need(z.shape == keep.shape, 'z', tuple(z.shape), f'not the shape of keep, {tuple(keep.shape)}', 'give one number per head')
+    need(tuple(z.shape) == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
     need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
     small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.bias)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}
     for i in range(cfg.n_layer):
-        if keep[i].any(): params |= {f'layers.{i}.attn.{name}': p for name, p in slice_heads(model.layers[i].attn, keep[i], z[i]).items()}
+        if keep[i].any():
+            kept = slice_heads(model.layers[i].attn, keep[i], z[i])
+            params |= {f'layers.{i}.attn.{name}': p for name, p in kept.items()}
     small.load_state_dict(params)
     return small.train(model.training)

@@ -20,7 +20,8 @@ def count_params(
     "Parameters by arithmetic; nothing is allocated."
     cfg = getattr(cfg, 'cfg', cfg)
     c, d, n, f = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff
-    layers = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) + (2*c*f + f + 3*c) * (f > 0) for h in cfg.layer_heads)
+    attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
+    layers = attention + cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
     embedding = cfg.vocab*(c + 1) + cfg.window*c
     return dict(blocks=layers + 2*c, embedding=embedding, total=layers + 2*c + embedding)
 
@@ -58,7 +59,8 @@ def time_in_turns(
 ) -> list[Timing]:
     "Time one segment through each model, alternating between them."
     if repeats < 1: raise ValueError(f'repeats={repeats}: nothing to measure; give 1 or more')
-    timers = [_timer(m, torch.as_tensor(ids).to(m.bias.device), z) for m, z in zip(models, zs or [None]*len(models))]
+    zs = zs or [None] * len(models)
+    timers = [_timer(m, torch.as_tensor(ids).to(m.bias.device), z) for m, z in zip(models, zs)]
     for t in timers: t.timeit(2)
     rounds = [[t.timeit(1).median * 1e3 for t in timers] for _ in range(repeats)]
     return [Timing(list(ms)) for ms in zip(*rounds)]

@@ -51,12 +51,14 @@ class Recipe:
     log_every: int = 100 # steps between records
 
     def __post_init__(self):
-        for f in ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip'):
-            need(getattr(self, f) > 0 and math.isfinite(getattr(self, f)), f, getattr(self, f), 'not a positive number', 'give one')
-        for f in ('warmup', 'prune_warmup', 'lam_warmup', 'gate_steps', 'lam', 'lr_min', 'prune_lr_min'):
-            need(getattr(self, f) >= 0 and math.isfinite(getattr(self, f)), f, getattr(self, f), 'negative or not a number', 'give 0 or more')
-        need(self.gate_steps <= self.prune_steps, 'gate_steps', self.gate_steps, f'more than prune_steps={self.prune_steps}', 'give fewer')
-        need(self.optimizer in ('lamb', 'adamw'), 'optimizer', self.optimizer, 'unknown', 'give lamb or adamw')
+        positive = 'batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip'
+        for f, x in vars(self).items():
+            if f == 'optimizer': need(x in ('lamb', 'adamw'), f, x, 'unknown', 'give lamb or adamw')
+            else: need(math.isfinite(x), f, x, 'not a finite number', 'give one')
+            if f in positive: need(x > 0, f, x, 'not positive', 'give more than 0')
+            elif f not in ('optimizer', 'gate_init'): need(x >= 0, f, x, 'negative', 'give 0 or more')
+        g, n = self.gate_steps, self.prune_steps
+        need(g <= n, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         self.config(1)
 
     def config(self, vocab: int) -> LMConfig:
@@ -64,14 +66,16 @@ class Recipe:
         return LMConfig(vocab, **{f.name: getattr(self, f.name) for f in fields(LMConfig) if hasattr(self, f.name)})
     def pruning(self) -> 'Recipe':
         "The same recipe with the schedule of the pruning phase."
-        return replace(self, steps=self.prune_steps, warmup=self.prune_warmup, lr=self.prune_lr, lr_min=self.prune_lr_min)
+        return replace(self, steps=self.prune_steps, warmup=self.prune_warmup,
+                       lr=self.prune_lr, lr_min=self.prune_lr_min)
 
 # %% ../nbs/06_train.ipynb #92a95deb
 RECIPES = dict(
     text8=Recipe(),
     wt103=Recipe(n_layer=16, seg_len=192, mem_len=192, batch=96),
     tiny=Recipe(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
-                batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3,
+                batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3,
+                prune_steps=850, prune_warmup=80, prune_lr=2e-3,
                 lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10))
 
 def get_recipe(
@@ -81,7 +85,9 @@ def get_recipe(
     "A recipe by name, with some fields changed."
     need(name in RECIPES, 'recipe', name, 'unknown', f"give one of {', '.join(RECIPES)}")
     known = [f.name for f in fields(Recipe)]
-    for f in changes: need(f in known, 'field', f, 'not in a recipe', f"did you mean {(difflib.get_close_matches(f, known, 1, 0) or known)[0]}?")
+    for f in changes:
+        close = difflib.get_close_matches(f, known, 1, 0)[0]
+        need(f in known, 'field', f, 'not in a recipe', f'did you mean {close}?')
     return replace(RECIPES[name], **changes)
 
 # %% ../nbs/06_train.ipynb #df47fb89
@@ -109,9 +115,11 @@ def make_optimizers(
 
 # %% ../nbs/06_train.ipynb #a66218e6
 def _record(phase, step, nll, lam, opt, gates, tokens, since):
-    rec = dict(phase=phase, step=step, loss=round(nll, 5), lr=opt.param_groups[0]['lr'], tokens_per_s=round(tokens / (time.time() - since)))
-    if gates is not None: rec |= dict(lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=[[round(p, 4) for p in row] for row in gates.open_prob().tolist()])
-    return rec
+    speed = round(tokens / (time.time() - since))
+    rec = dict(phase=phase, step=step, loss=round(nll, 5), lr=opt.param_groups[0]['lr'], tokens_per_s=speed)
+    if gates is None: return rec
+    probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
+    return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)
 
 def train(
     model: LM, # trained in place
@@ -136,13 +144,14 @@ def train(
         x, y = (a.to(model.bias.device) for a in streams[at])
         loss, mems = model(x, y, mems, None if gates is None else gates())
         nll = loss.item()
-        if not math.isfinite(nll): raise FloatingPointError(f'{phase}: loss={nll} at step {step}: training diverged; give a smaller lr')
+        if not math.isfinite(nll):
+            raise FloatingPointError(f'loss={nll}: {phase} diverged at step {step}; give a smaller learning rate')
         if gates is not None: loss, lam = _priced(loss, gates, step, r)
         opts[0].param_groups[0]['lr'] = lr_at(step, r)
         _update(loss, model, opts, r.clip)
         if step % r.log_every == 0 or step == r.steps - 1:
             records.append(_record(phase, step, nll, lam, opts[0], gates, x.numel() * (step + 1), since))
-            bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open=int(gates.open_mask().sum()))))
+            bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(records[-1]['open']))))
             if run_dir: _append(run_dir, records[-1])
     if gates is not None: gates.freeze()
     return records
@@ -173,8 +182,8 @@ def evaluate(
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
     ids, step, n = torch.as_tensor(ids).long(), max(128, model.cfg.seg_len), len(ids) - 1
     length = math.ceil(n / batch)
-    pad = lambda a, value: rearrange(F.pad(a, (0, batch*length - n), value=value), '(b n) -> b n', b=batch).to(model.bias.device)
-    x, y = pad(ids[:-1], 0), pad(ids[1:], -100)             # -100: does not count
+    pad = lambda a, value: rearrange(F.pad(a, (0, batch*length - n), value=value), '(b n) -> b n', b=batch)
+    x, y = (a.to(model.bias.device) for a in (pad(ids[:-1], 0), pad(ids[1:], -100)))   # -100: does not count
     mode, total, mems = model.training, 0., None
     model.eval()
     for i in range(0, length, step):
