@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from .gates import HeadGates
 from .model import LM, LMConfig
 
 # %% ../nbs/05_checkpoint.ipynb #66fb146a
@@ -24,13 +25,15 @@ def save(
     "Write a folder, whole or not at all. FileExistsError if `path` exists."
     path = Path(path)
     if path.exists(): raise FileExistsError(f'checkpoint={path}: exists; choose another name or delete it')
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try: path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise OSError(f'checkpoint={path}: {e.strerror}; choose another folder') from e
     tmp = Path(tempfile.mkdtemp(prefix=f'.{path.name}-', dir=path.parent))
     try:
-        (tmp/'config.json').write_text(json.dumps(config, indent=1) + '\n', encoding='utf-8')
+        (tmp/'config.json').write_text(json.dumps(config, indent=1, allow_nan=False) + '\n', encoding='utf-8')
         for name, t in tensors.items():
             save_file({k: v.detach().cpu().contiguous() for k, v in t.items()}, tmp/f'{name}.safetensors')
-        tmp.chmod(0o755)
+        tmp.chmod(0o755)                                        # mkdtemp and safetensors keep files to their owner
+        for f in tmp.iterdir(): f.chmod(0o644)
         os.rename(tmp, path)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -63,6 +66,7 @@ def from_pretrained(cls: LM,
 ) -> LM: # on the CPU, in evaluation mode
     "Rebuild a saved model."
     config, tensors = load(path)
+    if 'model' not in tensors: raise OSError(f'checkpoint={path}: no model.safetensors there; give the folder of a model')
     try:
         model = cls(LMConfig(**config)).to(tensors['model']['emb.weight'].dtype)
         model.load_state_dict(tensors['model'])
@@ -70,3 +74,14 @@ def from_pretrained(cls: LM,
         why = str(e).splitlines()[0]
         raise OSError(f'checkpoint={path}: not a saved model ({why}); give the folder of one') from e
     return model.eval()
+
+@patch(cls_method=True)
+def from_pretrained(cls: HeadGates,
+    path: str|Path # folder of a model that was saved with `gates=gates.state_dict()`
+) -> HeadGates: # on the CPU, in evaluation mode
+    "Rebuild the gates saved with a model."
+    _, tensors = load(path)
+    if 'gates' not in tensors: raise OSError(f'checkpoint={path}: no gates.safetensors there; give the folder of a gated model')
+    gates = cls(*tensors['gates']['log_alpha'].shape)
+    gates.load_state_dict(tensors['gates'])
+    return gates.eval()

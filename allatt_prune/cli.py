@@ -24,7 +24,7 @@ from .train import RECIPES, Recipe, evaluate, get_recipe, train
 def prune_path(
     recipe: Recipe,
     corpus: Corpus,
-    run_dir: Path, # receives metrics.jsonl, baseline/, gated/, pruned/
+    run_dir: Path, # receives metrics.jsonl, baseline/, control/, gated/, pruned/
     device: str = 'cpu'
 ) -> tuple[dict[str, LM], HeadGates, list[dict]]: # models by name; the frozen gates; records of the gated phase
     "Baseline, control, gated, pruned."
@@ -34,6 +34,7 @@ def prune_path(
     baseline.save_pretrained(run_dir/'baseline')
     control, gated = copy.deepcopy(baseline), copy.deepcopy(baseline)
     train(control, corpus, recipe.pruning(), run_dir=run_dir, phase='control', start=recipe.steps)
+    control.save_pretrained(run_dir/'control')
     gates = HeadGates(recipe.n_layer, recipe.n_head, recipe.gate_init, scale=recipe.output_scale).to(device)
     records = train(gated, corpus, recipe, gates, run_dir, start=recipe.steps)
     gated.save_pretrained(run_dir/'gated', gates=gates.state_dict())
@@ -50,7 +51,7 @@ def measure(
 ) -> list[dict]: # a row per model
     "Size, quality and speed of each model."
     cfg = models['baseline'].cfg
-    n = min(cfg.mem_len + cfg.seg_len, len(corpus.train) // batch)
+    n = cfg.mem_len + cfg.seg_len
     text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
     zs = [gates() if name == 'gated' else None for name in models]
     times = time_in_turns(list(models.values()), text, zs)
@@ -128,13 +129,21 @@ gated model. A segment is {recipe['batch']} streams of {recipe['seg_len']} symbo
 
 # %% ../nbs/11_cli.ipynb #b431e4fe
 def pick_device(
-    name: str # 'auto', or a name that torch knows
+    name: str # auto, cpu, cuda or cuda:N
 ) -> str:
     "A device that exists."
     if name == 'auto': return 'cuda' if torch.cuda.is_available() else 'cpu'
+    need(re.fullmatch(r'cpu|cuda(:\d+)?', name), 'device', name, 'not a device', 'give auto, cpu or cuda')
     try: torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as e: raise ValueError(f'device={name}: not available here; give auto or cpu') from e
     return name
+
+def _long_enough(text, r): # to train on, to fill a memory before timing, and to hold something out
+    Streams(text.train, r.batch, r.seg_len, text.name)
+    n = r.batch * (r.mem_len + r.seg_len)
+    if len(text.train) < n or min(len(text.valid), len(text.test)) < 2:
+        raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full memory need {n}, '
+                        f'and something must be held out; give more text, or a smaller batch or mem_len')
 
 def run(
     recipe: Recipe,
@@ -146,24 +155,23 @@ def run(
     run_dir, device = Path(run_dir), pick_device(device)
     if run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one or delete it')
     text = load_corpus(corpus)
-    Streams(text.train, recipe.batch, recipe.seg_len, text.name)
-    if min(len(text.valid), len(text.test)) < 2:
-        raise DataError(f'corpus={text.name}: too short to hold out validation and test text; give more')
-    run_dir.mkdir(parents=True)
+    _long_enough(text, recipe)
+    try: run_dir.mkdir(parents=True)
+    except OSError as e: raise OSError(f'run_dir={run_dir}: {e.strerror}; choose another one') from e
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
     models, gates, records = prune_path(recipe, text, run_dir, device)
     rows = measure(models, gates, text, recipe.batch)
     write_report(run_dir, rows, gates, records, dict(recipe=asdict(recipe), corpus=text.name, environment=environment(device)))
     return rows
 
-# %% ../nbs/11_cli.ipynb #c50cb171
+# %% ../nbs/11_cli.ipynb #5d349e62
 class _Parser(argparse.ArgumentParser):
     def error(self, message): raise ValueError(message)
 
 def _parser():
     p = _Parser(prog='allatt-prune', description='Layer-wise pruning of attention heads.', allow_abbrev=False)
     p.add_argument('--version', action='version', version=__version__)
-    job = p.add_subparsers(dest='command', required=True).add_parser(
+    job = p.add_subparsers(dest='command').add_parser(
         'run', help='train, gate, remove, evaluate, time', allow_abbrev=False, usage='%(prog)s [options]',
         description='Train a baseline, gate its heads, remove the closed ones, evaluate and time. '
                     'Every setting of the recipe is an option.')
@@ -174,7 +182,8 @@ def _parser():
     job.add_argument('--debug', action='store_true', help='show tracebacks')
     docs = docments(Recipe)
     for f in fields(Recipe):
-        job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__, help=docs[f.name])
+        job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__,
+                         help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
     return p
 
 def _convert(f, text): # an option's text as the type of its field
@@ -188,12 +197,13 @@ def _dashed(a): # --gate_lr=1 -> --gate-lr=1
 
 def _run(argv):
     args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])
+    need(args.command, 'command', '', 'missing', 'give allatt-prune run')
     for a in unknown:
-        need(a.startswith('--'), 'argument', a, 'unexpected', 'see allatt-prune run --help')
+        need(re.match('--[a-z]', a), 'argument', a, 'unexpected', 'see allatt-prune run --help')
         get_recipe(args.recipe, **{a[2:].partition('=')[0].replace('-', '_'): None})
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if (v := getattr(args, f.name)) is not None}
     recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
-    print(table(run(recipe, args.corpus, run_dir, args.device)))
+    print(table(run(recipe, args.corpus, run_dir, args.device)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
 
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."

@@ -98,7 +98,7 @@ def load_corpus(
         version = platform.python_version()
         return char_corpus(name, _cached(Path(cache)/f'pydocs-{version}.txt', pydocs) if cache else pydocs())
     if path.is_file():
-        try: return char_corpus(name, path.read_text(encoding='utf-8'))
+        try: return char_corpus(name, path.read_text(encoding='utf-8-sig')) # a byte order mark is no text
         except UnicodeDecodeError as e:
             raise DataError(f'corpus={name}: not UTF-8 at byte {e.start}; convert it first') from e
     if path.is_dir(): raise IsADirectoryError(f'corpus={name}: a folder; give one text file')

@@ -55,7 +55,8 @@ class HeadGates(nn.Module):
     ):
         super().__init__()
         need(math.isfinite(init), 'gate_init', init, 'not a number', 'give a finite one')
-        self.log_alpha, self.scale = nn.Parameter(torch.full((n_layer, n_head), float(init))), scale
+        self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init)))
+        self.register_buffer('scale', torch.tensor(scale))     # buffers are saved with the gates
         self.register_buffer('frozen', torch.tensor(False))
 
     def forward(self) -> Tensor: # z (l h)
@@ -82,7 +83,7 @@ class HeadGates(nn.Module):
         self.log_alpha.requires_grad_(False)
         return self
 
-# %% ../nbs/04_gates.ipynb #fa6ee523
+# %% ../nbs/04_gates.ipynb #34f50c1b
 def lambda_at(
     step: int, # steps of pruning done
     lam: float, # final weight of the L0 loss
@@ -91,7 +92,7 @@ def lambda_at(
     "Linear warm-up of lambda. Paper, §3.3."
     return lam * min(1., step / warmup) if warmup else lam
 
-# %% ../nbs/04_gates.ipynb #f6ed426f
+# %% ../nbs/04_gates.ipynb #1865cf62
 def plot_gates(
     probs, # (steps l h), open probability at each logged step
     steps, # (steps), number of each logged step

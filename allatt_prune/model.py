@@ -114,7 +114,7 @@ class LM(nn.Module):
         mems: Tensor|None = None, # (l b s c), what the call before returned; None: the text begins here
         z: Tensor|None = None # (l h), a multiplier for every head; None: all 1
     ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v) without targets; and the memory
-        if z is not None: self._check(z)
+        self._check(ids, mems, z)
         x = F.dropout(self.emb(ids) * self.cfg.d_model**.5, self.cfg.dropout, self.training)
         inputs = []
         for i, layer in enumerate(self.layers):
@@ -130,7 +130,13 @@ class LM(nn.Module):
         new = torch.stack(inputs).detach()
         return (new if mems is None else torch.cat([mems, new], 2))[:, :, -self.cfg.mem_len:]
 
-    def _check(self, z):
-        want = self.cfg.n_layer, self.cfg.n_head
-        need(self.cfg.heads is None, 'z', tuple(z.shape), f'heads were removed ({self.cfg.heads})', 'give z to the whole model')
-        need(z.shape == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
+    def _check(self, ids, mems, z): # shapes that would fail deep inside, or worse, not fail
+        l, h, c, s = self.cfg.n_layer, self.cfg.n_head, self.cfg.d_model, self.cfg.mem_len
+        need(ids.dim() == 2 and ids.numel(), 'ids', tuple(ids.shape), 'not (b t)', 'give a batch of segments')
+        if mems is not None:
+            m = tuple(mems.shape)
+            need(m == (l, len(ids), m[2] if len(m) == 4 and m[2] <= s else s, c), 'mems', m,
+                 f'not (l b s c) = {(l, len(ids), s, c)}, or shorter in s', 'give what the call before returned')
+        if z is not None:
+            need(self.cfg.heads is None, 'z', tuple(z.shape), f'heads were removed ({self.cfg.heads})', 'give z to the whole model')
+            need(z.shape == (l, h), 'z', tuple(z.shape), f'not (n_layer, n_head) = {(l, h)}', 'give one number per head')

@@ -40,7 +40,7 @@ def remove_heads(
     need(cfg.heads is None, 'heads', cfg.heads, 'heads were removed before', 'remove them from the whole model')
     shape, want = tuple(keep.shape), (cfg.n_layer, cfg.n_head)
     need(shape == want, 'keep', shape, f'not (n_layer, n_head) = {want}', 'give one flag per head')
-    z = (keep * output_scale(keep.to(model.bias.dtype)) if z is None else z).to(model.bias)
+    z = (keep * output_scale(keep.to(model.bias.dtype)) if z is None else torch.as_tensor(z)).to(model.bias)
     need(tuple(z.shape) == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
     need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
     small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.bias)

@@ -48,8 +48,9 @@ class Timing:
     @property
     def median(self): return statistics.median(self.ms)
     @property
-    def spread(self): # interquartile range
-        return float(np.subtract(*np.percentile(self.ms, [75, 25])))
+    def quartiles(self): return tuple(np.percentile(self.ms, [25, 75]).tolist())
+    @property
+    def spread(self): return self.quartiles[1] - self.quartiles[0] # interquartile range
 
 def time_in_turns(
     models: list[LM], # on one device
@@ -59,8 +60,8 @@ def time_in_turns(
 ) -> list[Timing]:
     "Time one segment through each model, alternating between them."
     if repeats < 1: raise ValueError(f'repeats={repeats}: nothing to measure; give 1 or more')
-    zs = zs or [None] * len(models)
-    timers = [_timer(m, torch.as_tensor(ids).to(m.bias.device), z) for m, z in zip(models, zs)]
+    ids, zs = torch.as_tensor(ids), zs or [None] * len(models)
+    timers = [_timer(m, ids.to(m.bias.device), z) for m, z in zip(models, zs, strict=True)]
     for t in timers: t.timeit(2)
     rounds = [[t.timeit(1).median * 1e3 for t in timers] for _ in range(repeats)]
     return [Timing(list(ms)) for ms in zip(*rounds)]

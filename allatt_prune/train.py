@@ -51,15 +51,21 @@ class Recipe:
     log_every: int = 100 # steps between records
 
     def __post_init__(self):
-        positive = 'batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip'
-        for f, x in vars(self).items():
-            if f == 'optimizer': need(x in ('lamb', 'adamw'), f, x, 'unknown', 'give lamb or adamw')
-            else: need(math.isfinite(x), f, x, 'not a finite number', 'give one')
-            if f in positive: need(x > 0, f, x, 'not positive', 'give more than 0')
-            elif f not in ('optimizer', 'gate_init'): need(x >= 0, f, x, 'negative', 'give 0 or more')
+        for f in fields(self): self._check(f.name, getattr(self, f.name), f.type)
+        need(self.optimizer in ('lamb', 'adamw'), 'optimizer', self.optimizer, 'unknown', 'give lamb or adamw')
         g, n = self.gate_steps, self.prune_steps
         need(g <= n, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         self.config(1)
+
+    def _check(self, f, x, kind): # what can be said of one field alone
+        ok = isinstance(x, (int, float) if kind is float else kind) and (kind is bool or not isinstance(x, bool))
+        need(ok, f, repr(x), f'not {kind.__name__}', 'give one')
+        if kind in (bool, str): return
+        need(math.isfinite(x), f, x, 'not a finite number', 'give one')
+        need(abs(x) < (1e6 if kind is float else 2**63), f, x, 'too large', 'give less')
+        if f in ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip', 'n_layer', 'd_model', 'n_head', 'seg_len'):
+            need(x > 0, f, x, 'not positive', 'give more than 0')
+        elif f != 'gate_init': need(x >= 0, f, x, 'negative', 'give 0 or more')
 
     def config(self, vocab: int) -> LMConfig:
         "The model of this recipe, for a vocabulary of that size."
@@ -86,8 +92,8 @@ def get_recipe(
     need(name in RECIPES, 'recipe', name, 'unknown', f"give one of {', '.join(RECIPES)}")
     known = [f.name for f in fields(Recipe)]
     for f in changes:
-        close = difflib.get_close_matches(f, known, 1, 0)[0]
-        need(f in known, 'field', f, 'not in a recipe', f'did you mean {close}?')
+        close = difflib.get_close_matches(f, known, 1)
+        need(f in known, 'field', f, 'not in a recipe', f'did you mean {close[0]}?' if close else 'the fields are ' + ', '.join(known))
     return replace(RECIPES[name], **changes)
 
 # %% ../nbs/06_train.ipynb #df47fb89
@@ -114,48 +120,6 @@ def make_optimizers(
     return opts if gates is None else opts + [torch.optim.Adam(gates.parameters(), lr=r.gate_lr, betas=(.9, .99))]
 
 # %% ../nbs/06_train.ipynb #a66218e6
-def _record(phase, step, nll, lam, opt, gates, tokens, since):
-    speed = round(tokens / (time.time() - since))
-    rec = dict(phase=phase, step=step, loss=round(nll, 5), lr=opt.param_groups[0]['lr'], tokens_per_s=speed)
-    if gates is None: return rec
-    probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
-    return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)
-
-def train(
-    model: LM, # trained in place
-    corpus: Corpus, # its training split is read
-    recipe: Recipe, # the schedule; with gates, that of recipe.pruning()
-    gates: HeadGates|None = None, # gates to train with the model, frozen after recipe.gate_steps
-    run_dir: str|Path|None = None, # folder whose metrics.jsonl gets a line per record
-    *, phase: str|None = None, # name in the records; None: 'baseline' or 'gated'
-    start: int = 0 # segment of the streams to begin with
-) -> list[dict]: # records: phase, step, loss (nats per token), lr, tokens_per_s; with gates lam, open, open_prob
-    "The training loop, of the baseline and of pruning; seeds torch. Paper, §3.3 and §4.1.2."
-    r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
-    torch.manual_seed(r.seed)
-    streams, opts = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), make_optimizers(model, gates, r)
-    records, mems, lam, since = [], None, 0., time.time()
-    model.train()
-    if gates is not None: gates.train()
-    for step in (bar := tqdm(range(r.steps), phase, disable=None)):
-        if gates is not None and step == r.gate_steps: gates.freeze()
-        at = (start + step) % len(streams)
-        if at == 0: mems = None
-        x, y = (a.to(model.bias.device) for a in streams[at])
-        loss, mems = model(x, y, mems, None if gates is None else gates())
-        nll = loss.item()
-        if not math.isfinite(nll):
-            raise FloatingPointError(f'loss={nll}: {phase} diverged at step {step}; give a smaller learning rate')
-        if gates is not None: loss, lam = _priced(loss, gates, step, r)
-        opts[0].param_groups[0]['lr'] = lr_at(step, r)
-        _update(loss, model, opts, r.clip)
-        if step % r.log_every == 0 or step == r.steps - 1:
-            records.append(_record(phase, step, nll, lam, opts[0], gates, x.numel() * (step + 1), since))
-            bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(records[-1]['open']))))
-            if run_dir: _append(run_dir, records[-1])
-    if gates is not None: gates.freeze()
-    return records
-
 def _priced(loss, gates, step, r): # the loss with its share of the L0 loss; and lambda
     lam = 0. if gates.frozen else lambda_at(step, r.lam, r.lam_warmup)
     return (loss + lam * gates.l0() if lam else loss), lam
@@ -170,7 +134,52 @@ def _append(run_dir, record):
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     with open(Path(run_dir)/'metrics.jsonl', 'a', encoding='utf-8') as f: f.write(json.dumps(record) + '\n')
 
+def _record(phase, step, nll, lam, opt, gates, tokens, since):
+    speed = round(tokens / (time.time() - since))
+    rec = dict(phase=phase, step=step, loss=round(nll, 5), lr=opt.param_groups[0]['lr'], tokens_per_s=speed)
+    if gates is None: return rec
+    probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
+    return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)
+
 # %% ../nbs/06_train.ipynb #5906372f
+def train(
+    model: LM, # trained in place
+    corpus: Corpus, # its training split is read
+    recipe: Recipe, # the schedule; with gates, that of recipe.pruning()
+    gates: HeadGates|None = None, # gates to train with the model, frozen after recipe.gate_steps
+    run_dir: str|Path|None = None, # folder whose metrics.jsonl gets a line per record
+    *, phase: str|None = None, # name in the records; None: 'baseline' or 'gated'
+    start: int = 0 # segment of the streams to begin with
+) -> list[dict]: # records: phase, step, loss (nats per token), lr, tokens_per_s; with gates lam, open, open_prob
+    "The training loop, of the baseline and of pruning; seeds torch. Paper, §3.3 and §4.1.2."
+    need(len(corpus.vocab) <= model.cfg.vocab, 'corpus', corpus.name, f'{len(corpus.vocab)} symbols, but the model knows {model.cfg.vocab}', 'make a model for it')
+    r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
+    torch.manual_seed(r.seed)
+    streams = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
+    opts = make_optimizers(model, gates, r)
+    records, mems, lam, since = [], None, 0., time.time()
+    model.train()
+    if gates is not None: gates.train()
+    for step in (bar := tqdm(range(r.steps), phase, disable=None)):
+        if gates is not None and step == r.gate_steps: gates.freeze()
+        at = (start + step) % len(streams)
+        if at == 0: mems = None
+        x, y = (a.to(model.bias.device) for a in streams[at])
+        loss, mems = model(x, y, mems, None if gates is None else gates())
+        nll = loss.item()
+        if not math.isfinite(nll):
+            raise FloatingPointError(f'loss={nll}: {phase} diverged at step {step}; give a smaller learning rate or lam')
+        if gates is not None: loss, lam = _priced(loss, gates, step, r)
+        opts[0].param_groups[0]['lr'] = lr_at(step, r)
+        _update(loss, model, opts, r.clip)
+        if step % r.log_every == 0 or step == r.steps - 1:
+            records.append(_record(phase, step, nll, lam, opts[0], gates, x.numel() * (step + 1), since))
+            bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(records[-1]['open']))))
+            if run_dir: _append(run_dir, records[-1])
+    if gates is not None: gates.freeze()
+    return records
+
+# %% ../nbs/06_train.ipynb #8560aa53
 @torch.no_grad()
 def evaluate(
     model: LM,
@@ -180,7 +189,9 @@ def evaluate(
 ) -> float: # nats per symbol
     "Mean negative log-likelihood of a text. Bits per character: divide by ln 2."
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
-    ids, step, n = torch.as_tensor(ids).long(), max(128, model.cfg.seg_len), len(ids) - 1
+    need(batch >= 1, 'batch', batch, 'no stream', 'give 1 or more')
+    ids, n, cfg = torch.as_tensor(ids).long(), len(ids) - 1, model.cfg
+    step = max(128, cfg.seg_len) if cfg.mem_len else cfg.seg_len
     length = math.ceil(n / batch)
     pad = lambda a, value: rearrange(F.pad(a, (0, batch*length - n), value=value), '(b n) -> b n', b=batch)
     x, y = (a.to(model.bias.device) for a in (pad(ids[:-1], 0), pad(ids[1:], -100)))   # -100: does not count

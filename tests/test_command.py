@@ -40,11 +40,16 @@ REFUSED = [ # arguments, exit status, what the line must name
     ('--optimizer sgd', 2, 'optimizer=sgd'),
     ('--output-scale maybe', 2, 'output_scale=maybe'),
     ('--gate-steps 9999', 2, 'gate_steps=9999'),
+    ('--seed 99999999999999999999', 2, 'seed='),
+    ('--lr 1e38', 2, 'lr=1e+38'),
+    ('--mem-len 900', 1, 'corpus=own.txt'),
+    ('--', 2, 'argument=--'),
+    ('--device meta', 2, 'device=meta'),
     ('--device abacus', 2, 'device=abacus'),
     ('--device cuda:99', 2, 'device=cuda:99'),
     ('--run-dir taken', 1, 'run_dir=taken'),
     ('--run-dir own.txt', 1, 'run_dir=own.txt'),
-    ('--run-dir own.txt/below', 1, 'own.txt'),
+    ('--run-dir own.txt/below', 1, 'run_dir=own.txt/below'),
     ('surplus', 2, 'surplus'),
 ]
 
@@ -70,8 +75,8 @@ def test_run_twice_gives_the_same_model_and_never_overwrites(folder):
     for name in ('a', 'b'):
         done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', name, cwd=folder)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count('\n') == 6 and done.stdout.startswith('| | heads kept')
-    for f in ('baseline', 'gated', 'pruned'):
+        assert done.stdout.count('\n') == 8 and done.stdout.startswith('| | heads kept') and done.stdout.endswith(f'report: {name}/report.md\n')
+    for f in ('baseline', 'control', 'gated', 'pruned'):
         assert (folder/'a'/f/'model.safetensors').read_bytes() == (folder/'b'/f/'model.safetensors').read_bytes()
     before = state(folder)
     assert command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'a', cwd=folder).returncode == 1
