@@ -39,6 +39,7 @@ def save(
         shutil.rmtree(tmp, ignore_errors=True)
         raise
 
+# %% ../nbs/05_checkpoint.ipynb #c6cfc715
 def load(
     path: str|Path # a folder written by `save`
 ) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]: # config, and the tensors of each file by its name
@@ -51,7 +52,7 @@ def load(
         return config, {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
     except (ValueError, SafetensorError) as e: raise OSError(f'checkpoint={path}: damaged ({e}); save it again') from e
 
-# %% ../nbs/05_checkpoint.ipynb #1d3c8772
+# %% ../nbs/05_checkpoint.ipynb #1ad87a96
 @patch
 def save_pretrained(self: LM,
     path: str|Path, # folder to create
@@ -75,6 +76,7 @@ def from_pretrained(cls: LM,
         raise OSError(f'checkpoint={path}: not a saved model ({why}); give the folder of one') from e
     return model.eval()
 
+# %% ../nbs/05_checkpoint.ipynb #b4be2589
 @patch(cls_method=True)
 def from_pretrained(cls: HeadGates,
     path: str|Path # folder of a model that was saved with `gates=gates.state_dict()`

@@ -186,6 +186,7 @@ def _parser():
                          help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
     return p
 
+# %% ../nbs/11_cli.ipynb #42a9c472
 def _convert(f, text): # an option's text as the type of its field
     kind = {bool: lambda t: dict(true=True, false=False)[t.lower()]}.get(f.type, f.type)
     try: return kind(text)
@@ -205,6 +206,7 @@ def _run(argv):
     recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
     print(table(run(recipe, args.corpus, run_dir, args.device)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
 
+# %% ../nbs/11_cli.ipynb #4b6b138a
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
     argv = sys.argv[1:] if argv is None else argv

@@ -112,6 +112,7 @@ def plot_gates(
     fig.tight_layout()
     return fig
 
+# %% ../nbs/04_gates.ipynb #7c7e2b9a
 def plot_heads(
     keep # (l h), True where a head stays
 ):

@@ -42,11 +42,16 @@ class LMConfig:
         need(heads is None or len(heads) == self.n_layer and all(0 <= k <= h for k in heads),
              'heads', heads, f'not {self.n_layer} numbers from 0 to {h}', 'give one per layer')
     @property
-    def d_head(self): return self.d_model // self.n_head
+    def d_head(self):
+        "Width d of a head."
+        return self.d_model // self.n_head
     @property
-    def layer_heads(self): return self.heads or [self.n_head] * self.n_layer
+    def layer_heads(self):
+        "Heads in each layer."
+        return self.heads or [self.n_head] * self.n_layer
     @property
-    def window(self): # keys that a query sees
+    def window(self):
+        "Keys that a query sees."
         return self.mem_len or self.seg_len
 
 # %% ../nbs/03_model.ipynb #5d642797

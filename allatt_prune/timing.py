@@ -46,12 +46,19 @@ class Timing:
     "Times of one forward pass, in milliseconds."
     ms: list[float]
     @property
-    def median(self): return statistics.median(self.ms)
+    def median(self):
+        "Median, ms."
+        return statistics.median(self.ms)
     @property
-    def quartiles(self): return tuple(np.percentile(self.ms, [25, 75]).tolist())
+    def quartiles(self):
+        "Lower and upper quartile, ms."
+        return tuple(np.percentile(self.ms, [25, 75]).tolist())
     @property
-    def spread(self): return self.quartiles[1] - self.quartiles[0] # interquartile range
+    def spread(self):
+        "Interquartile range, ms."
+        return self.quartiles[1] - self.quartiles[0]
 
+# %% ../nbs/08_timing.ipynb #b751adce
 def time_in_turns(
     models: list[LM], # on one device
     ids, # (b S+T) or longer: the memory is filled with all but the last T, these are timed
