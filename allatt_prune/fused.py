@@ -218,9 +218,9 @@ def context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gra
         if dropout:
             mask = keep_mask(p, dropout, seed, i.start)
             dp, kept = dp * mask, p * mask
-        dv[:, j].baddbmm_(by_key(kept, buffer).mT, g[:, i])
+        dv[:, j] += torch.bmm(by_key(kept, buffer).mT, g[:, i])
         ds = p.mul_(dp - D[:, i]).to(qu.dtype)
-        dqus.append(torch.bmm(by_key(ds, buffer), k[:, j])); dk[:, j].baddbmm_(buffer.mT, qu[:, i])
+        dqus.append(torch.bmm(by_key(ds, buffer), k[:, j])); dk[:, j] += torch.bmm(buffer.mT, qu[:, i])
         ds, qwi = rearrange(ds, '(h b) c m -> h (b c) m', h=h), rearrange(qw[:, i], '(h b) c d -> h (b c) d', h=h)
         dqws.append(rearrange(torch.bmm(ds, r), 'h (b c) d -> (h b) c d', c=c)); dr.baddbmm_(ds.mT, qwi)
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
