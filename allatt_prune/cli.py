@@ -176,7 +176,7 @@ def time_recipe(
     kept: list = (), # models with heads removed: shares kept, or heads of each layer
     device: str = 'cpu',
     *, changes: dict|None = None, # settings of the recipe, in place of its own
-    **how # dtype, compiled, repeats, warmup of `benchmark`
+    **how # dtype, train, compiled, repeats, warmup of `benchmark`
 ) -> dict: # recipe, config, batch, rows, memory, error, ratios
     "Time a recipe's model."
     recipe = get_recipe(name, **(ON_CPU.get(name, {}) if device == 'cpu' else {}) | (changes or {}))
@@ -187,7 +187,7 @@ def time_recipe(
                                               f'give more text, or a smaller batch or mem_len')
     ids = rearrange(torch.tensor(corpus.train[:n].astype('int64'), device=device), '(b n) -> b n', b=b)
     rows, dtype = benchmark(cfg, ids, kept, **how), how.get('dtype', torch.float32)
-    memory = {f: peak_memory(cfg, b, f, device, dtype) for f in ('fused', 'attention')}
+    memory = {f: peak_memory(cfg, b, f, device, dtype) for f in ('fused', 'attention')} if how.get('train', True) else None
     return dict(recipe=name, config=asdict(cfg), batch=b, rows=rows, memory=memory, error=error(cfg, device, dtype), ratios=ratios(rows, memory))
 
 def time_table(
@@ -237,6 +237,7 @@ def _time_options(job):
     job.add_argument('--recipe', nargs='+', default=['tiny'], help=f"one or more of {', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--kept', nargs='+', default=['0.57'], help='models with heads removed: shares kept, or heads of each layer as 8,3,7,... (default: 0.57)')
     job.add_argument('--dtype', default='float32', help='float32 or bfloat16 (default: float32)')
+    job.add_argument('--no-train', action='store_true', help='only reading')
     job.add_argument('--compile', action='store_true', help='with torch.compile, too')
     job.add_argument('--repeats', default='9', help='rounds (default: 9)')
     job.add_argument('--warmup', default='2', help='runs of each job before the first round (default: 2)')
@@ -269,7 +270,8 @@ def _time(args, changes):
     if file and (file.exists() or not file.parent.is_dir()):
         raise FileExistsError(f"json={file}: {'exists' if file.exists() else 'no such folder'}; choose another one")
     text = load_corpus(args.corpus)
-    found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype), compiled=args.compile, **numbers) for r in args.recipe]
+    found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
+                         train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
     if file:
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
         file.write_text(json.dumps(about | dict(shapes=found), indent=1) + '\n', encoding='utf-8')

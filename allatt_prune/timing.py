@@ -241,6 +241,7 @@ def benchmark(
     ids: Tensor, # (b S+T+1) or longer, on the device: real text
     kept: list = (), # for `uneven`: a pruned model for each
     *, dtype: torch.dtype = torch.float32, # bfloat16: autocast for training, the whole model for reading
+    train: bool = True, # training, too; without, only reading is timed
     compiled: bool = False, # with torch.compile, too
     repeats: int = 9, # rounds
     warmup: int = 2 # runs of each job before the first round
@@ -248,7 +249,7 @@ def benchmark(
     "Time everything in turns."
     for k in kept: uneven(k, cfg.n_layer, cfg.n_head)                         # refuse before anything is measured
     torch.compiler.reset()                                                    # no shapes left over from another configuration
-    rows = _jobs(cfg, ids, kept, dtype, compiled)
+    rows = _jobs(cfg, ids, kept, dtype, train, compiled)
     product, macs = matmul_job(ids.device, dtype)
     fitting = [r for r in rows if _fits(r)]
     times = in_turns([f for r in fitting for f in (product, r['run'])], repeats=repeats, warmup=warmup)
@@ -265,7 +266,7 @@ def _fits(row): # run a job once, before anything is timed
     return 'ms' not in row
 
 # %% ../nbs/08_timing.ipynb #14f289ae
-def _jobs(cfg, ids, kept, dtype, compiled): # rows without times
+def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
     b, d = len(ids), ids.device
     model = LM(cfg).to(d)
     macs, cached = needed_macs(cfg, b), needed_macs(cfg, b, cached=True)
@@ -274,7 +275,7 @@ def _jobs(cfg, ids, kept, dtype, compiled): # rows without times
     def row(job, attend, run, macs, heads=heads): rows.append(dict(job=job, attend=attend, heads=heads, macs=macs, run=run))
     for name, attend in dict(fused=fused.attend, plain=attention.attend).items():
         for how in ['', ' compiled'] if compiled else ['']:
-            for job, dropout in {'train': False, 'train, dropout': True}.items():
+            for job, dropout in {'train': False, 'train, dropout': True}.items() if train else ():
                 row(job, name + how, train_job(twin(model, attend, dropout), ids, dtype, compiled=bool(how)), 3*macs)
             row('read', name + how, segment_job(_cast(twin(model, attend), dtype), ids, compiled=bool(how)), macs)
     for k in [None, *kept, 0.]:
