@@ -1,0 +1,104 @@
+"Fused attention where it can break: compiled, without its kernels, at a GPU's call, as a benchmark in its own process."
+import json, shutil, subprocess, sys
+import pytest, torch
+from allatt_prune import attention, fused
+
+def inputs(b=2, h=3, t=70, s=110, m=40, n=30, d=16, dtype=torch.float64):
+    torch.manual_seed(0)
+    shapes = (b, h, t, d), (b, h, s, d), (b, h, s, d), (h, m, d), (h, d), (h, d), (h, n, d), (h, n, d)
+    return [torch.randn(x, dtype=dtype).requires_grad_() for x in shapes]
+
+def results(f, x, **kw):
+    torch.manual_seed(1)
+    out = f(*x, **kw)
+    return [out, *torch.autograd.grad(out, x, torch.ones_like(out))]
+
+def same(a, b, eps=1e-10): assert all((x - y).abs().max() < eps for x, y in zip(a, b, strict=True))
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.setattr(fused, 'KERNELS', dict(fused.KERNELS))
+    fused.works.cache_clear()
+    yield fused.KERNELS
+    fused.works.cache_clear()
+
+def missing(*args): raise NotImplementedError('no such operator')
+def wrong(*args): return tuple(x * 1.5 if torch.is_tensor(x) else x for x in fused.cpu_forward(*args))
+
+@pytest.mark.parametrize('broken', [(missing, missing), (fused.cpu_forward, missing), (wrong, fused.cpu_backward)], ids=['missing', 'no backward', 'wrong'])
+def test_without_its_kernel_the_numbers_stay(kernels, broken):
+    kernels['cpu'] = broken
+    x = inputs()
+    assert fused.choose(x[0], 0.) == 'rows'
+    same(results(fused.attend, x), results(attention.attend, x))
+
+@pytest.mark.parametrize('dropout', [0., .3])
+def test_compiles_as_one_graph_with_the_same_numbers(dropout):
+    x = inputs()
+    compiled = torch.compile(fused.attend, fullgraph=True, backend='aot_eager')
+    same(results(compiled, x, dropout=dropout), results(fused.attend, x, dropout=dropout))
+
+@pytest.mark.parametrize('name,dtype', [('flash', torch.bfloat16), ('efficient', torch.float32)])
+@pytest.mark.parametrize('dropout', [0., .2])
+def test_gpu_kernels_are_called_as_they_want_to_be(name, dtype, dropout):
+    "Operators check the number, types and shapes of what they get even where no GPU is: on tensors without data."
+    forward, backward = fused.KERNELS[name]
+    q, k, v = (torch.empty(3, n, 64, device='meta', dtype=dtype) for n in (50, 70, 70))
+    out, lse, state = forward(q, k, v, dropout)
+    assert (out.shape, lse.shape, lse.dtype) == ((3, 50, 64), (3, 50), torch.float32)
+    grads = backward(out, q, k, v, out, lse, state, dropout)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+def test_a_step_of_training_in_bfloat16_with_dropout_is_close_to_float32():
+    from allatt_prune.model import LM, LMConfig
+    torch.manual_seed(0)
+    model = LM(LMConfig(27, 2, 64, 4, 32, seg_len=32, mem_len=32, dropout=0., attn_dropout=.2))
+    ids, grads = torch.randint(27, (4, 32)), []
+    for on in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with torch.autocast('cpu', torch.bfloat16, enabled=on): loss, _ = model(ids, ids)
+        loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (grads[0] - grads[1]).norm() < .03 * grads[0].norm()
+
+SMALL = '--n-layer 1 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 2 --repeats 2 --warmup 1 --corpus own.txt'.split()
+
+def command(*args, cwd): return subprocess.run([sys.executable, '-m', 'allatt_prune', 'time', *args], cwd=cwd, capture_output=True, text=True, timeout=600)
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path/'own.txt').write_text('tick tock goes the clock on the wall ' * 60)
+    (tmp_path/'taken.json').write_text('precious')
+    return tmp_path
+
+def test_the_gpu_benchmark_runs_on_a_cpu_at_small_size(folder):
+    compiler = shutil.which('g++') or shutil.which('clang++')
+    done = command(*SMALL, *'--recipe wt103 text8 --kept 0.75 0.5 --dtype bfloat16 --json out.json'.split(), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder/'out.json').read_text())
+    assert found['environment']['torch'] == torch.__version__ and [s['recipe'] for s in found['shapes']] == ['wt103', 'text8']
+    for shape in found['shapes']:
+        assert shape['error'] < 1e-2 and all(r['ms'] > 0 for r in shape['rows'])
+        assert f"- train, fused: share of the roofline: {shape['ratios']['train, fused: share of the roofline']:.3f}" in done.stdout
+    if compiler:
+        done = command(*SMALL, *'--kept 0.5 --compile --json compiled.json'.split(), cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert 'train, dropout, fused compiled: times as fast as plain' in json.loads((folder/'compiled.json').read_text())['shapes'][0]['ratios']
+
+REFUSED = [ # arguments, exit status, what the line must name
+    ('--repeats 0', 2, 'repeats=0'), ('--repeats -1', 2, 'repeats=-1'), ('--repeats many', 2, 'repeats=many'),
+    ('--warmup 0', 2, 'warmup=0'), ('--kept 1.01', 2, 'kept=1.01'), ('--kept -0.1', 2, 'kept=-0.1'), ('--kept nan', 2, 'kept=nan'),
+    ('--kept half', 2, 'kept=half'), ('--kept 4,4', 2, 'kept=[4, 4]'), ('--kept 5,', 2, 'kept=5,'), ('--recipe huge', 2, 'recipe=huge'),
+    ('--device cuda:99', 2, 'device=cuda:99'), ('--dtype int8', 2, 'dtype=int8'), ('--lam 1', 2, 'argument=--lam'), ('--n-head 7', 2, 'n_head=7'),
+    ('--json taken.json', 1, 'json=taken.json'), ('--json no/such.json', 1, 'json=no/such.json'), ('--json own.txt/x', 1, 'json=own.txt/x'),
+    ('--batch 900', 1, 'corpus=own.txt'), ('--corpus no.txt', 1, 'corpus=no.txt'), ('surplus', 2, 'surplus')]
+if not torch.cuda.is_available(): REFUSED.append(('--device cuda', 2, 'device=cuda'))
+
+@pytest.mark.parametrize('args,status,named', REFUSED, ids=[a for a, *_ in REFUSED])
+def test_refused_in_one_line_and_nothing_written(folder, args, status, named):
+    before = {p: p.read_bytes() for p in folder.iterdir()}
+    done = command(*SMALL, *args.split(), cwd=folder)
+    assert (done.returncode, done.stdout) == (status, '')
+    assert done.stderr.startswith('allatt-prune: error: ') and done.stderr.count('\n') == 1 and named in done.stderr and '; ' in done.stderr
+    assert {p: p.read_bytes() for p in folder.iterdir()} == before
