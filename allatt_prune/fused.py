@@ -13,6 +13,7 @@ import functools
 import torch, torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from . import attention
 
 # %% ../nbs/02_fused.ipynb #0619d083
@@ -241,6 +242,7 @@ class Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         q, k, v, r, u, w, pk, pv, out, lse, seed, *state = ctx.saved_tensors
         (pad, dropout, kernel), (h, n, d) = ctx.rest, pk.shape

@@ -10,6 +10,7 @@ __all__ = ['count_params', 'count_macs', 'Timing', 'in_turns', 'segment_job', 't
 import copy, json, re, statistics, subprocess, sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 import numpy as np, torch
 from einops import rearrange
@@ -194,7 +195,8 @@ def peak_memory(
     "The peak memory of a training step, beyond the model itself."
     if device == 'cpu' and not Path('/proc/self/clear_refs').exists(): return None
     job = json.dumps(dict(cfg=asdict(cfg), batch=batch, attend=attend, device=device, dtype=str(dtype).removeprefix('torch.')))
-    done = subprocess.run([sys.executable, '-c', 'import sys; from allatt_prune.timing import _peak; _peak(sys.argv[1])', job],
+    torch.cuda.empty_cache()                                                  # leave the GPU to the new process
+    done = subprocess.run([sys.executable, '-c', 'import sys, allatt_prune.timing as t; t._peak(sys.argv[1])', job],
                           capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f'attend={attend}: measuring memory failed: {(done.stderr.strip() or "killed").splitlines()[-1]}; use fewer streams')
     return json.loads(done.stdout.splitlines()[-1])
@@ -256,10 +258,12 @@ def benchmark(
     roofline = macs / statistics.median(ms for t in times[::2] for ms in t.ms)
     for r, t in zip(fitting, times[1::2]): r |= dict(ms=t.median, quartiles=t.quartiles, roofline=r['macs'] / t.median / roofline)
     rows = [dict(job='matmul', attend='', heads=0, macs=macs, ms=macs / roofline, roofline=1.)] + rows
-    return [{k: x for k, x in r.items() if k != 'run'} for r in rows]
+    return [{k: x for k, x in r.items() if k not in ('make', 'run')} for r in rows]
 
-def _fits(row): # run a job once, before anything is timed
-    try: row['run']()
+def _fits(row): # make a job and run it once, before anything is timed
+    try:
+        row['run'] = row['make']()
+        row['run']()
     except torch.cuda.OutOfMemoryError:
         row |= dict(ms=None, quartiles=None, roofline=None)
         torch.cuda.empty_cache()
@@ -269,22 +273,20 @@ def _fits(row): # run a job once, before anything is timed
 def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
     b, d = len(ids), ids.device
     model = LM(cfg).to(d)
-    macs, cached = needed_macs(cfg, b), needed_macs(cfg, b, cached=True)
-    heads = sum(cfg.layer_heads)
-    rows = []
-    def row(job, attend, run, macs, heads=heads): rows.append(dict(job=job, attend=attend, heads=heads, macs=macs, run=run))
+    macs, heads, rows = needed_macs(cfg, b), sum(cfg.layer_heads), []
+    def row(job, attend, macs, heads, *make, **how): rows.append(dict(job=job, attend=attend, heads=heads, macs=macs, make=partial(*make, **how)))
     for name, attend in dict(fused=fused.attend, plain=attention.attend).items():
         for how in ['', ' compiled'] if compiled else ['']:
             for job, dropout in {'train': False, 'train, dropout': True}.items() if train else ():
-                row(job, name + how, train_job(twin(model, attend, dropout), ids, dtype, compiled=bool(how)), 3*macs)
-            row('read', name + how, segment_job(_cast(twin(model, attend), dtype), ids, compiled=bool(how)), macs)
+                row(job, name + how, 3*macs, heads, train_job, twin(model, attend, dropout), ids, dtype, compiled=bool(how))
+            row('read', name + how, macs, heads, segment_job, _cast(twin(model, attend), dtype), ids, compiled=bool(how))
     for k in [None, *kept, 0.]:
         small = model if k is None else remove_heads(model, uneven(k, cfg.n_layer, cfg.n_head))
         small, h = _cast(twin(small), dtype), sum(small.cfg.layer_heads)
-        if h < heads: row('read', 'fused', segment_job(small, ids), needed_macs(small.cfg, b), h)
-        row('read from cache', 'fused', segment_job(small, ids, cached=True), needed_macs(small.cfg, b, cached=True), h)
+        if h < heads: row('read', 'fused', needed_macs(small.cfg, b), h, segment_job, small, ids)
+        row('read from cache', 'fused', needed_macs(small.cfg, b, cached=True), h, segment_job, small, ids, cached=True)
     one = replace(cfg, seg_len=1, mem_len=cfg.window)
-    row('one symbol', 'fused', segment_job(_cast(twin(model), dtype), ids, cached=True, last=1), needed_macs(one, b, cached=True))
+    row('one symbol', 'fused', needed_macs(one, b, cached=True), heads, segment_job, _cast(twin(model), dtype), ids, cached=True, last=1)
     return rows
 
 def _cast(model, dtype): return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
@@ -302,10 +304,10 @@ def ratios(
             if not (r := at.get((job, how, whole))): continue
             out[f'{job}, {how}: share of the roofline'] = r['roofline']
             if p := at.get((job, how.replace('fused', 'plain'), whole)): out[f'{job}, {how}: times as fast as plain'] = p['ms'] / r['ms']
-    out['read from cache: share of the roofline'] = at['read from cache', 'fused', whole]['roofline']
-    for r in rows:
-        if r['job'] in ('read', 'read from cache') and r['attend'] == 'fused' and 0 < r['heads'] < whole:
-            out[f"{r['job']}, {r['heads']} of {whole} heads: share of the time"] = r['ms'] / at[r['job'], 'fused', whole]['ms']
+    if r := at.get(('read from cache', 'fused', whole)): out['read from cache: share of the roofline'] = r['roofline']
+    for (job, how, heads), r in at.items():
+        if job in ('read', 'read from cache') and how == 'fused' and 0 < heads < whole and (w := at.get((job, how, whole))):
+            out[f'{job}, {heads} of {whole} heads: share of the time'] = r['ms'] / w['ms']
     for part in ('backward', 'step'):
         if memory and all(memory.values()): out[f'memory of {part}: share of plain'] = memory['fused'][part] / memory['attention'][part]
     return out

@@ -23,10 +23,13 @@ class TestNotebook:
 
 def test_imports_point_backwards():
     order = [p.stem for p in NOTEBOOKS if re.match(r'\d\d_', p.stem)]
-    rank = {name[3:]: i for i, name in enumerate(order)}
+    rank, seen = {name[3:]: i for i, name in enumerate(order)}, []
     for name, i in rank.items():
         source = (ROOT/'allatt_prune'/f'{name}.py').read_text(encoding='utf-8')
-        for other in re.findall(r'from allatt_prune\.(\w+) import', source): assert rank[other] < i, f'{name} imports {other}'
+        others = re.findall(r'^from \.(\w+) import', source, re.M) + [x for line in re.findall(r'^from \. import (.+)', source, re.M) for x in line.split(', ')]
+        for other in others: assert rank.get(other, -1) < i, f'{name} imports {other}'
+        seen += others
+    assert {'data', 'fused', 'timing'} <= set(seen)
 
 def test_notebook_links_exist():
     for path in NOTEBOOKS:
