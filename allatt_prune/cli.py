@@ -7,7 +7,7 @@ __all__ = ['SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', '
            'time_recipe', 'time_table', 'main']
 
 # %% ../nbs/11_cli.ipynb #b5561d4d
-import argparse, copy, json, math, os, platform, re, subprocess, sys
+import argparse, copy, json, math, os, platform, re, subprocess, sys, tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 import matplotlib.pyplot as plt, torch
@@ -18,7 +18,7 @@ from .data import Corpus, DataError, Streams, load_corpus
 from .gates import HeadGates, plot_gates, plot_heads
 from .model import LM, LMConfig, need
 from .remove import remove_heads
-from .timing import benchmark, count_macs, count_params, error, peak_memory, ratios, time_in_turns, uneven
+from .timing import benchmark, check_kept, count_macs, count_params, error, peak_memory, ratios, time_in_turns
 from .train import RECIPES, Recipe, evaluate, get_recipe, train
 
 # %% ../nbs/11_cli.ipynb #0047fde3
@@ -258,7 +258,7 @@ def _kept(text): # 0.57 or 8,3,7
     except ValueError: raise ValueError(f'kept={text}: not a share of the heads; give a number from 0 to 1, or heads of each layer as 8,3,7') from None
 
 def _time(args, changes):
-    kept, device, file = [_kept(k) for k in args.kept], pick_device(args.device), args.json and Path(args.json)
+    kept, device, file = [_kept(k) for k in args.kept], pick_device(args.device), args.json if args.json is None else Path(args.json)
     need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
     numbers = {}
     for name in ('repeats', 'warmup'):
@@ -266,16 +266,20 @@ def _time(args, changes):
         numbers[name] = int(text)
     for recipe in args.recipe:
         r = get_recipe(recipe, **changes)
-        for k in kept: uneven(k, r.n_layer, r.n_head)
-    if file and (file.exists() or not file.parent.is_dir()):
-        raise FileExistsError(f"json={file}: {'exists' if file.exists() else 'no such folder'}; choose another one")
+        check_kept(kept, r.n_layer, r.n_head)
+    if file:
+        try:
+            if file.exists(): raise OSError(0, 'exists')
+            with tempfile.TemporaryFile(dir=file.parent): pass                      # can something be written there?
+        except OSError as e: raise OSError(f"json={args.json}: {e.strerror}; choose another one") from e
     text = load_corpus(args.corpus)
     found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
                          train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
     if file:
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
+        print('\n\n'.join(map(time_table, found)))                                     # whatever happens to the file
         file.write_text(json.dumps(about | dict(shapes=found), indent=1) + '\n', encoding='utf-8')
-    return '\n\n'.join(map(time_table, found))
+    else: print('\n\n'.join(map(time_table, found)))
 
 def _run(argv):
     args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])
@@ -285,7 +289,7 @@ def _run(argv):
         get_recipe(args.recipe, **{a[2:].partition('=')[0].replace('-', '_'): None})
     settings = SHAPE if args.command == 'time' else [f.name for f in fields(Recipe)]
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if f.name in settings and (v := getattr(args, f.name)) is not None}
-    if args.command == 'time': return print(_time(args, changes))
+    if args.command == 'time': return _time(args, changes)
     recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
     print(table(run(recipe, args.corpus, run_dir, args.device)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
 

@@ -66,7 +66,8 @@ class Cached(NamedTuple):
         return Cached(torch.cat([self.k, k], 2), torch.cat([self.v, v], 2), self.r)
     def last(self, n: int) -> 'Cached': # positions
         "The last n positions."
-        return Cached(self.k[:, :, -n:], self.v[:, :, -n:], self.r)
+        k, v = (x[:, :, -n:].clone() if x.shape[2] > 2*n else x[:, :, -n:] for x in (self.k, self.v))
+        return Cached(k, v, self.r)
 
 # %% ../nbs/03_model.ipynb #4217f33e
 class AllAttention(nn.Module):
@@ -159,6 +160,10 @@ class LM(nn.Module):
     def _check(self, ids, mems, z): # shapes that would fail deep inside, or worse, not fail
         l, h, c, s = self.cfg.n_layer, self.cfg.n_head, self.cfg.d_model, self.cfg.mem_len
         need(ids.dim() == 2 and ids.numel(), 'ids', tuple(ids.shape), 'not (b t)', 'give a batch of segments')
+        if mems is not None and not torch.is_tensor(mems):
+            fits = isinstance(mems, list) and len(mems) == l and all((c is None) == (layer.attn is None) for c, layer in zip(mems, self.layers))
+            need(fits and all(c is None or c.k.shape[:2] == (len(ids), layer.attn.h) for c, layer in zip(mems, self.layers)), 'cache',
+                 f'of {len(mems)} layers', f'not of this model and {len(ids)} streams', 'give what infer or start_cache returned')
         if torch.is_tensor(mems):
             m = tuple(mems.shape)
             need(m == (l, len(ids), m[2] if len(m) == 4 and m[2] <= s else s, c), 'mems', m,
@@ -186,6 +191,7 @@ def infer(
 ) -> tuple[Tensor, list[Cached|None]]: # logits (b t v); the cache with these symbols
     "Logits without any thought of training."
     need(not self.training, 'training', True, 'dropout would act', 'call model.eval() first')
+    need(not torch.is_tensor(cache), 'cache', 'tensor', 'hidden states', 'give what infer or start_cache returned')
     return self(ids, mems=self.start_cache(len(ids)) if cache is None else cache, z=z)
 
 LM.start_cache, LM.infer = start_cache, infer
@@ -199,12 +205,13 @@ def generate(
     z: Tensor|None = None # (l h) head multipliers
 ) -> Tensor: # (b t+n)
     "Go on writing, one symbol at a time."
-    need(temperature >= 0, 'temperature', temperature, 'negative', 'give 0 or more')
+    need(0 <= temperature < float('inf'), 'temperature', temperature, 'not a number from 0', 'give 0 or more')
+    need(n >= 0, 'n', n, 'negative', 'give 0 or more')
     new, cache = ids, None
     for _ in range(n):
         logits, cache = self.infer(new, cache, z)
         last = logits[:, -1].float()
-        new = (last / temperature).softmax(-1).multinomial(1) if temperature else last.argmax(-1, keepdim=True)
+        new = ((last - last.amax(-1, keepdim=True)) / temperature).softmax(-1).multinomial(1) if temperature else last.argmax(-1, keepdim=True)
         ids = torch.cat([ids, new], 1)
     return ids
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['count_params', 'count_macs', 'Timing', 'in_turns', 'segment_job', 'train_job', 'time_in_turns', 'time_forward',
-           'matmul_job', 'needed_macs', 'twin', 'uneven', 'peak_memory', 'error', 'benchmark', 'ratios']
+           'matmul_job', 'needed_macs', 'twin', 'uneven', 'check_kept', 'peak_memory', 'error', 'benchmark', 'ratios']
 
 # %% ../nbs/08_timing.ipynb #2f55a4e5
 import copy, json, re, statistics, subprocess, sys
@@ -184,7 +184,16 @@ def uneven(
     order = torch.rand(n_layer * n_head, generator=torch.Generator().manual_seed(0)).argsort().argsort()
     return rearrange(order < round(kept * n_layer * n_head), '(l h) -> l h', l=n_layer)
 
-# %% ../nbs/08_timing.ipynb #e3f0015a
+# %% ../nbs/08_timing.ipynb #437e3bfe
+def check_kept(
+    kept: list, # for `uneven`
+    n_layer: int, n_head: int
+):
+    "Refuse what cannot be kept, and two that keep as many heads, since rows are known by that number."
+    counts = [int(uneven(k, n_layer, n_head).sum()) for k in kept]
+    need(len(set(counts)) == len(counts), 'kept', kept, 'two of these keep as many heads', 'give each number once')
+
+# %% ../nbs/08_timing.ipynb #f8f7b086
 def peak_memory(
     cfg: LMConfig,
     batch: int, # streams
@@ -221,7 +230,7 @@ def _high_mark(device, reset=False): # MB
     if reset: Path('/proc/self/clear_refs').write_text('5')
     return int(re.search(r'VmHWM:\s+(\d+) kB', Path('/proc/self/status').read_text())[1]) / 2**10
 
-# %% ../nbs/08_timing.ipynb #bf6fc0ef
+# %% ../nbs/08_timing.ipynb #af71aaa6
 def error(
     cfg: LMConfig,
     device: str = 'cpu',
@@ -237,7 +246,7 @@ def error(
     pairs = zip(results(fused.attend, low), results(attention.attend, exact))
     return max(float((a.double() - b).detach().norm() / b.detach().norm()) for a, b in pairs if b.numel())
 
-# %% ../nbs/08_timing.ipynb #2b6978d0
+# %% ../nbs/08_timing.ipynb #14f289ae
 def benchmark(
     cfg: LMConfig,
     ids: Tensor, # (b S+T+1) or longer, on the device: real text
@@ -249,7 +258,7 @@ def benchmark(
     warmup: int = 2 # runs of each job before the first round
 ) -> list[dict]: # a row per job: job, attend, heads kept, median and quartiles in ms, MACs, share of the roofline
     "Time everything in turns."
-    for k in kept: uneven(k, cfg.n_layer, cfg.n_head)                         # refuse before anything is measured
+    check_kept(kept, cfg.n_layer, cfg.n_head)                                 # before anything is measured
     torch.compiler.reset()                                                    # no shapes left over from another configuration
     rows = _jobs(cfg, ids, kept, dtype, train, compiled)
     product, macs = matmul_job(ids.device, dtype)
@@ -269,7 +278,7 @@ def _fits(row): # make a job and run it once, before anything is timed
         torch.cuda.empty_cache()
     return 'ms' not in row
 
-# %% ../nbs/08_timing.ipynb #14f289ae
+# %% ../nbs/08_timing.ipynb #6ac94454
 def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
     b, d = len(ids), ids.device
     model = LM(cfg).to(d)
@@ -280,8 +289,9 @@ def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
             for job, dropout in {'train': False, 'train, dropout': True}.items() if train else ():
                 row(job, name + how, 3*macs, heads, train_job, twin(model, attend, dropout), ids, dtype, compiled=bool(how))
             row('read', name + how, macs, heads, segment_job, _cast(twin(model, attend), dtype), ids, compiled=bool(how))
-    for k in [None, *kept, 0.]:
-        small = model if k is None else remove_heads(model, uneven(k, cfg.n_layer, cfg.n_head))
+    keeps = [uneven(k, cfg.n_layer, cfg.n_head) for k in kept]
+    for keep in [None, *(k for k in keeps if 0 < k.sum() < k.numel()), torch.zeros(cfg.n_layer, cfg.n_head)]:
+        small = model if keep is None else remove_heads(model, keep)
         small, h = _cast(twin(small), dtype), sum(small.cfg.layer_heads)
         if h < heads: row('read', 'fused', needed_macs(small.cfg, b), h, segment_job, small, ids)
         row('read from cache', 'fused', needed_macs(small.cfg, b, cached=True), h, segment_job, small, ids, cached=True)
@@ -291,7 +301,7 @@ def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
 
 def _cast(model, dtype): return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
-# %% ../nbs/08_timing.ipynb #53f14fa8
+# %% ../nbs/08_timing.ipynb #6efafaed
 def ratios(
     rows: list[dict], # from `benchmark`
     memory: dict|None = None # from `peak_memory`, by 'fused' and 'attention'
