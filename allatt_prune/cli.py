@@ -275,11 +275,10 @@ def _time(args, changes):
     text = load_corpus(args.corpus)
     found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
                          train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
+    print('\n\n'.join(map(time_table, found)))                                         # whatever happens to the file
     if file:
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
-        print('\n\n'.join(map(time_table, found)))                                     # whatever happens to the file
         file.write_text(json.dumps(about | dict(shapes=found), indent=1) + '\n', encoding='utf-8')
-    else: print('\n\n'.join(map(time_table, found)))
 
 def _run(argv):
     args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])

@@ -228,7 +228,7 @@ def context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gra
         dqws.append(rearrange(torch.bmm(ds, r), 'h (b c) d -> (h b) c d', c=c)); dr.baddbmm_(ds.mT, qwi)
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
 
-# %% ../nbs/02_fused.ipynb #6a337ad5
+# %% ../nbs/02_fused.ipynb #66b01a85
 class Attend(torch.autograd.Function):
     "Context and persistent keys, merged. `b` is folded into `(h b)`; `k` and `v` begin with `pad` empty positions; `r` is furthest first."
     @staticmethod
@@ -264,7 +264,7 @@ def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> queries for content and f
 
 def _fold(x, h): return rearrange(x, '(h b) t d -> h (b t) d', h=h)
 
-# %% ../nbs/02_fused.ipynb #66b01a85
+# %% ../nbs/02_fused.ipynb #02804e43
 def attend(
     q: Tensor, # (b h t d) queries
     k: Tensor, # (b h s d) keys: memory, then segment

@@ -218,9 +218,10 @@ def _peak(job): # in a process of its own: one training step, whose peak is prin
     train_job(LM(replace(cfg, n_layer=1, d_model=cfg.n_head, seg_len=1, mem_len=1, heads=None), attend).to(device), torch.zeros(1, 3).long())() # loads libraries
     model = LM(cfg, attend).to(device)
     opt, before = torch.optim.AdamW(model.parameters()), _high_mark(device, reset=True)
-    step = train_job(model, torch.zeros(job['batch'], cfg.mem_len + cfg.seg_len + 1, dtype=torch.long), getattr(torch, job['dtype']))
+    ids = torch.zeros(job['batch'], cfg.mem_len + cfg.seg_len + 1, dtype=torch.long)
     try:
-        step(); backward = _high_mark(device)
+        train_job(model, ids, getattr(torch, job['dtype']))()
+        backward = _high_mark(device)
         opt.step()
         print(json.dumps(dict(backward=backward - before, step=_high_mark(device) - before)))
     except torch.cuda.OutOfMemoryError: print('null')
