@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['save', 'load']
 
-# %% ../nbs/05_checkpoint.ipynb #8f814c58
+# %% ../nbs/05_checkpoint.ipynb #c003
 import json, os, shutil, tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from .gates import HeadGates
 from .model import LM, LMConfig
 
-# %% ../nbs/05_checkpoint.ipynb #66fb146a
+# %% ../nbs/05_checkpoint.ipynb #c006
 def save(
     path: str|Path, # folder to create
     config: dict, # anything that JSON can hold -> config.json
-    **tensors: dict[str, torch.Tensor] # each becomes a file <name>.safetensors
+    **parts # dictionaries of tensors -> <name>.safetensors; anything else that JSON can hold -> <name>.json
 ):
     "Write a folder, whole or not at all. FileExistsError if `path` exists."
     path = Path(path)
@@ -29,9 +29,10 @@ def save(
     except OSError as e: raise OSError(f'checkpoint={path}: {e.strerror}; choose another folder') from e
     tmp = Path(tempfile.mkdtemp(prefix=f'.{path.name}-', dir=path.parent))
     try:
-        (tmp/'config.json').write_text(json.dumps(config, indent=1, allow_nan=False) + '\n', encoding='utf-8')
-        for name, t in tensors.items():
-            save_file({k: v.detach().cpu().contiguous() for k, v in t.items()}, tmp/f'{name}.safetensors')
+        for name, part in (parts | dict(config=config)).items():
+            if isinstance(part, dict) and part and all(map(torch.is_tensor, part.values())):
+                save_file({k: v.detach().cpu().contiguous() for k, v in part.items()}, tmp/f'{name}.safetensors')
+            else: (tmp/f'{name}.json').write_text(json.dumps(part, indent=1, allow_nan=False) + '\n', encoding='utf-8')
         tmp.chmod(0o755)                                        # mkdtemp and safetensors keep files to their owner
         for f in tmp.iterdir(): f.chmod(0o644)
         os.rename(tmp, path)
@@ -39,24 +40,24 @@ def save(
         shutil.rmtree(tmp, ignore_errors=True)
         raise
 
-# %% ../nbs/05_checkpoint.ipynb #c6cfc715
+# %% ../nbs/05_checkpoint.ipynb #c008
 def load(
     path: str|Path # a folder written by `save`
-) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]: # config, and the tensors of each file by its name
+) -> tuple[dict, dict]: # config, and the other parts by name
     "Read a folder back. OSError if it is missing or damaged."
     path = Path(path)
     if not (path/'config.json').is_file():
         raise FileNotFoundError(f'checkpoint={path}: no config.json there; give a folder that save wrote')
     try:
-        config = json.loads((path/'config.json').read_text(encoding='utf-8'))
-        return config, {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
+        parts = {f.stem: json.loads(f.read_text(encoding='utf-8')) for f in sorted(path.glob('*.json'))}
+        return parts.pop('config'), parts | {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
     except (ValueError, SafetensorError) as e: raise OSError(f'checkpoint={path}: damaged ({e}); save it again') from e
 
-# %% ../nbs/05_checkpoint.ipynb #1ad87a96
+# %% ../nbs/05_checkpoint.ipynb #c013
 @patch
 def save_pretrained(self: LM,
     path: str|Path, # folder to create
-    **others: dict[str, torch.Tensor] # more tensors to keep with the model, by file name
+    **others # more to keep with the model, as for `save`
 ):
     "Save configuration and weights: `config.json`, `model.safetensors`."
     save(path, asdict(self.cfg), model=self.state_dict(), **others)
@@ -69,14 +70,14 @@ def from_pretrained(cls: LM,
     config, tensors = load(path)
     if 'model' not in tensors: raise OSError(f'checkpoint={path}: no model.safetensors there; give the folder of a model')
     try:
-        model = cls(LMConfig(**config)).to(tensors['model']['emb.weight'].dtype)
+        model = cls(LMConfig(**config)).to(tensors['model']['pos'].dtype)
         model.load_state_dict(tensors['model'])
     except (TypeError, ValueError, KeyError, RuntimeError) as e:
         why = str(e).splitlines()[0]
         raise OSError(f'checkpoint={path}: not a saved model ({why}); give the folder of one') from e
     return model.eval()
 
-# %% ../nbs/05_checkpoint.ipynb #b4be2589
+# %% ../nbs/05_checkpoint.ipynb #c015
 @patch(cls_method=True)
 def from_pretrained(cls: HeadGates,
     path: str|Path # folder of a model that was saved with `gates=gates.state_dict()`

@@ -6,7 +6,7 @@
 __all__ = ['SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device', 'run',
            'time_recipe', 'time_table', 'main']
 
-# %% ../nbs/11_cli.ipynb #b5561d4d
+# %% ../nbs/11_cli.ipynb #c003
 import argparse, copy, json, math, os, platform, re, subprocess, sys, tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -14,14 +14,14 @@ import matplotlib.pyplot as plt, torch
 from einops import rearrange
 from fastcore.docments import docments
 from . import __version__, checkpoint
-from .data import Corpus, DataError, Streams, load_corpus
+from .data import NAMES, Corpus, DataError, Streams, cache_folder, load_corpus, vocab_hash
 from .gates import HeadGates, plot_gates, plot_heads
 from .model import LM, LMConfig, need
 from .remove import remove_heads
 from .timing import benchmark, check_kept, count_macs, count_params, error, peak_memory, ratios, time_in_turns
 from .train import RECIPES, Recipe, evaluate, get_recipe, train
 
-# %% ../nbs/11_cli.ipynb #0047fde3
+# %% ../nbs/11_cli.ipynb #c006
 def prune_path(
     recipe: Recipe,
     corpus: Corpus,
@@ -31,19 +31,20 @@ def prune_path(
     "Baseline, control, gated, pruned."
     torch.manual_seed(recipe.seed)
     baseline = LM(recipe.config(len(corpus.vocab))).to(device)
+    vocab = dict(unit=corpus.unit, symbols=corpus.vocab)
     train(baseline, corpus, recipe, run_dir=run_dir)
-    baseline.save_pretrained(run_dir/'baseline')
+    baseline.save_pretrained(run_dir/'baseline', vocab=vocab)
     control, gated = copy.deepcopy(baseline), copy.deepcopy(baseline)
     train(control, corpus, recipe.pruning(), run_dir=run_dir, phase='control', start=recipe.steps)
-    control.save_pretrained(run_dir/'control')
+    control.save_pretrained(run_dir/'control', vocab=vocab)
     gates = HeadGates(recipe.n_layer, recipe.n_head, recipe.gate_init, scale=recipe.output_scale).to(device)
     records = train(gated, corpus, recipe, gates, run_dir, start=recipe.steps)
-    gated.save_pretrained(run_dir/'gated', gates=gates.state_dict())
+    gated.save_pretrained(run_dir/'gated', gates=gates.state_dict(), vocab=vocab)
     pruned = remove_heads(gated, gates.open_mask(), gates())
-    pruned.save_pretrained(run_dir/'pruned')
+    pruned.save_pretrained(run_dir/'pruned', vocab=vocab)
     return dict(baseline=baseline, gated=gated, pruned=pruned, control=control), gates, records
 
-# %% ../nbs/11_cli.ipynb #e50f1cf2
+# %% ../nbs/11_cli.ipynb #c008
 def measure(
     models: dict[str, LM], # 'baseline' is what the others are compared with; 'gated' gets the gates
     gates: HeadGates, # frozen
@@ -59,11 +60,11 @@ def measure(
     macs = count_macs(cfg, batch)['total']
     rows = []
     for (name, m), z, t in zip(models.items(), zs, times):
-        bits = [evaluate(m, ids, z) / math.log(2) for ids in (corpus.valid, corpus.test)]
+        valid, test = (evaluate(m, ids, z).as_usual(corpus.unit) for ids in (corpus.valid, corpus.test))
         heads = int(gates.open_mask().sum()) if name == 'gated' else sum(m.cfg.layer_heads)
         mine = count_macs(m, batch)['total']
         rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=count_params(m)['blocks'],
-                         macs=round(mine), valid=bits[0], test=bits[1], ms=t.median, spread=t.spread,
+                         macs=round(mine), unit=corpus.unit, valid=valid, test=test, ms=t.median, spread=t.spread,
                          speedup=times[0].median/t.median, ideal=macs/mine))
     return rows
 
@@ -71,13 +72,14 @@ def table(
     rows: list[dict] # from `measure`
 ) -> str: # Markdown
     "The rows as a table."
-    head = ('| | heads kept | block parameters | MACs per token | valid bpc | test bpc | ms per segment | speed-up | ideal |',
+    name, digits = ('ppl', 2) if rows[0].get('unit') == 'word' else ('bpc', 3)
+    head = (f'| | heads kept | block parameters | MACs per token | valid {name} | test {name} | ms per segment | speed-up | ideal |',
             '|---' + '|---:'*8 + '|')
     return '\n'.join([*head] + [
-        f"| {r['model']} | {r['heads']} of {r['of']} | {r['blocks']:,} | {r['macs']:,} | {r['valid']:.3f} | {r['test']:.3f} "
+        f"| {r['model']} | {r['heads']} of {r['of']} | {r['blocks']:,} | {r['macs']:,} | {r['valid']:.{digits}f} | {r['test']:.{digits}f} "
         f"| {r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows])
 
-# %% ../nbs/11_cli.ipynb #b89d1f33
+# %% ../nbs/11_cli.ipynb #c010
 def _ask(*command): # first line that a command prints in the package's folder; '' if it fails
     here = Path(checkpoint.__file__).parent
     try: return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=here).stdout.partition('\n')[0]
@@ -98,7 +100,7 @@ def environment(
     return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(),
                 torch=torch.__version__, allatt_prune=__version__, commit=commit or 'unknown', **allocator)
 
-# %% ../nbs/11_cli.ipynb #048bd295
+# %% ../nbs/11_cli.ipynb #c011
 def write_report(
     run_dir: Path,
     rows: list[dict], # from `measure`
@@ -118,7 +120,8 @@ def write_report(
 {table(rows)}
 
 Heads kept in each layer: {', '.join(map(str, kept))}. *control* is the baseline trained on for {recipe['prune_steps']} steps without gates, as long as the
-gated model. A segment is {recipe['batch']} streams of {recipe['seg_len']} symbols with a full memory; ± is half the distance between the quartiles.
+gated model. A segment is {recipe['batch']} streams of {recipe['seg_len']} {about['unit']}s with a full memory; ± is half the distance between the quartiles.
+Validation is over {about['tokens'][0]:,} {about['unit']}s and test over {about['tokens'][1]:,}, in one stream; vocabulary {about['vocab']}.
 
 ![which heads stayed](heads.png)
 
@@ -129,7 +132,7 @@ gated model. A segment is {recipe['batch']} streams of {recipe['seg_len']} symbo
     found = dict(rows=rows, keep=keep.int().tolist(), **about)
     (run_dir/'report.json').write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
-# %% ../nbs/11_cli.ipynb #b431e4fe
+# %% ../nbs/11_cli.ipynb #c013
 def pick_device(
     name: str # auto, cpu, cuda or cuda:N
 ) -> str:
@@ -149,24 +152,28 @@ def _long_enough(text, r): # to train on, to fill a memory before timing, and to
 
 def run(
     recipe: Recipe,
-    corpus: str = 'pydocs', # name or path, for `load_corpus`
+    corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
     run_dir: str|Path = 'runs/tiny', # must not exist
-    device: str = 'auto'
+    device: str = 'auto',
+    cache: str|None = None # for `load_corpus`
 ) -> list[dict]: # the rows of the table
     "Train, gate, remove, evaluate, time; leaves a run directory."
     run_dir, device = Path(run_dir), pick_device(device)
     if run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one or delete it')
-    text = load_corpus(corpus)
+    recipe = replace(recipe, corpus=corpus or recipe.corpus)
+    text = load_corpus(recipe.corpus, cache, unit=recipe.unit or None)
     _long_enough(text, recipe)
     try: run_dir.mkdir(parents=True)
     except OSError as e: raise OSError(f'run_dir={run_dir}: {e.strerror}; choose another one') from e
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
     models, gates, records = prune_path(recipe, text, run_dir, device)
     rows = measure(models, gates, text, recipe.batch)
-    write_report(run_dir, rows, gates, records, dict(recipe=asdict(recipe), corpus=text.name, environment=environment(device)))
+    about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
+                 tokens=[len(text.valid) - 1, len(text.test) - 1], environment=environment(device))
+    write_report(run_dir, rows, gates, records, about)
     return rows
 
-# %% ../nbs/11_cli.ipynb #5d349e62
+# %% ../nbs/11_cli.ipynb #c033
 SHAPE = ('n_layer', 'd_model', 'n_head', 'n_persistent', 'd_ff', 'seg_len', 'mem_len', 'batch', 'seed') # settings that matter for time
 ON_CPU = dict(text8=dict(seg_len=192, mem_len=192, batch=4), wt103=dict(batch=4))
 
@@ -204,7 +211,7 @@ def time_table(
     wrong = f"- largest error of one layer against float64: {found['error']:.1e}"
     return '\n'.join(lines + [''] + [f'- {name}: {x:.3f}' for name, x in found['ratios'].items()] + [wrong])
 
-# %% ../nbs/11_cli.ipynb #961cd1c7
+# %% ../nbs/11_cli.ipynb #c036
 class _Parser(argparse.ArgumentParser):
     def error(self, message): raise ValueError(message)
 
@@ -216,24 +223,37 @@ def _parser():
                           'Train a baseline, gate its heads, remove the closed ones, evaluate and time. Every setting of the recipe is an option.'))
     _time_options(_command(jobs, 'time', 'time attention, plain and fast, whole and pruned', SHAPE,
                            'Time training and reading of a recipe\'s model, with random weights, on real text, against a matrix product.'))
+    _evaluate_options(_command(jobs, 'evaluate', 'score a text with a saved model', ('mem_len', 'batch'), 'How well a saved model predicts a text it was not trained on.'))
+    get = _command(jobs, 'download', 'fetch and prepare a corpus', (), 'Fetch a corpus, check it and prepare it for training. Any file or folder can be prepared, too.')
+    get.add_argument('corpus', help=f"{', '.join(NAMES)}, or a file or folder")
+    get.add_argument('--unit', help='char or word')
     return p
+
+_kinds = {tuple: 'int,int,...'}
 
 def _command(jobs, name, help, settings, description):
     job = jobs.add_parser(name, help=help, description=description, allow_abbrev=False, usage='%(prog)s [options]')
     docs = docments(Recipe)
-    job.add_argument('--corpus', default='pydocs', help='pydocs or a text file (default: pydocs)')
-    job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
+    job.add_argument('--cache', help='folder for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or the cache folder of the user)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
+    if name != 'download': job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     for f in fields(Recipe):
-        if f.name in settings: job.add_argument('--' + f.name.replace('_', '-'), metavar=f.type.__name__,
-                                                help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
+        if f.name in settings: job.add_argument('--' + f.name.replace('_', '-'), metavar=_kinds.get(f.type, f.type.__name__),
+                                                help=f"{docs[f.name]}" + (f" (tiny: {getattr(RECIPES['tiny'], f.name)})" if name in ('run', 'time') else ''))
     return job
 
 def _run_options(job):
     job.add_argument('--recipe', default='tiny', help=f"{', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--run-dir', help='folder to create (default: runs/RECIPE)')
 
+def _evaluate_options(job):
+    job.add_argument('model', help='folder of the model, as runs/tiny/pruned')
+    job.add_argument('--corpus', default='pydocs', help='name, file or folder (default: pydocs)')
+    job.add_argument('--unit', help='char or word')
+    job.add_argument('--split', default='valid', help='train, valid or test (default: valid)')
+
 def _time_options(job):
+    job.add_argument('--corpus', default='pydocs', help='where the text comes from (default: pydocs)')
     job.add_argument('--recipe', nargs='+', default=['tiny'], help=f"one or more of {', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--kept', nargs='+', default=['0.57'], help='models with heads removed: shares kept, or heads of each layer as 8,3,7,... (default: 0.57)')
     job.add_argument('--dtype', default='float32', help='float32 or bfloat16 (default: float32)')
@@ -243,11 +263,12 @@ def _time_options(job):
     job.add_argument('--warmup', default='2', help='runs of each job before the first round (default: 2)')
     job.add_argument('--json', help='file to write, for machines')
 
-# %% ../nbs/11_cli.ipynb #7494da7f
+# %% ../nbs/11_cli.ipynb #c038
 def _convert(f, text): # an option's text as the type of its field
-    kind = {bool: lambda t: dict(true=True, false=False)[t.lower()]}.get(f.type, f.type)
+    kinds = {bool: lambda t: dict(true=True, false=False)[t.lower()], tuple: lambda t: tuple(int(x) for x in t.split(',') if x)}
+    kind = kinds.get(f.type, f.type)
     try: return kind(text)
-    except (ValueError, KeyError): raise ValueError(f'{f.name}={text}: not {f.type.__name__}; give one') from None
+    except (ValueError, KeyError): raise ValueError(f'{f.name}={text}: not {_kinds.get(f.type, f.type.__name__)}; give one') from None
 
 def _dashed(a): # --gate_lr=1 -> --gate-lr=1
     name, eq, value = a.partition('=')
@@ -272,7 +293,7 @@ def _time(args, changes):
             if file.exists(): raise OSError(0, 'exists')
             with tempfile.TemporaryFile(dir=file.parent): pass                      # can something be written there?
         except OSError as e: raise OSError(f"json={args.json}: {e.strerror}; choose another one") from e
-    text = load_corpus(args.corpus)
+    text = load_corpus(args.corpus, args.cache)
     found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
                          train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
     print('\n\n'.join(map(time_table, found)))                                         # whatever happens to the file
@@ -280,19 +301,36 @@ def _time(args, changes):
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
         file.write_text(json.dumps(about | dict(shapes=found), indent=1) + '\n', encoding='utf-8')
 
+def _evaluate(args, changes):
+    device = pick_device(args.device)
+    need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
+    model, (_, parts) = LM.from_pretrained(args.model).to(device), checkpoint.load(args.model)
+    text = load_corpus(args.corpus, args.cache, unit=args.unit)
+    if 'vocab' in parts and (mine := vocab_hash(parts['vocab']['unit'], parts['vocab']['symbols'])) != text.hash:
+        raise DataError(f'corpus={args.corpus}: its vocabulary {text.hash} is not {mine}, that of the model; give the corpus that the model was trained on')
+    if 'mem_len' in changes: model = model.with_memory(changes['mem_len'])
+    z = HeadGates.from_pretrained(args.model).to(device)() if 'gates' in parts else None
+    score = evaluate(model, getattr(text, args.split), z, changes.get('batch', 1))
+    print(f'{args.split}: {score}')
+
+def _download(args, _):
+    text = load_corpus(args.corpus, args.cache, unit=args.unit)
+    sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
+    print(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}')
+
 def _run(argv):
     args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])
-    need(args.command, 'command', '', 'missing', 'give allatt-prune run or allatt-prune time')
+    need(args.command, 'command', '', 'missing', 'give allatt-prune run, time, evaluate or download')
     for a in unknown:
         need(args.command == 'run' and re.match('--[a-z]', a), 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
         get_recipe(args.recipe, **{a[2:].partition('=')[0].replace('-', '_'): None})
-    settings = SHAPE if args.command == 'time' else [f.name for f in fields(Recipe)]
+    settings = dict(time=SHAPE, evaluate=('mem_len', 'batch'), download=()).get(args.command, [f.name for f in fields(Recipe)])
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if f.name in settings and (v := getattr(args, f.name)) is not None}
-    if args.command == 'time': return _time(args, changes)
+    if job := dict(time=_time, evaluate=_evaluate, download=_download).get(args.command): return job(args, changes)
     recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
-    print(table(run(recipe, args.corpus, run_dir, args.device)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
+    print(table(run(recipe, None, run_dir, args.device, args.cache)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
 
-# %% ../nbs/11_cli.ipynb #8bf99997
+# %% ../nbs/11_cli.ipynb #c040
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
     argv = sys.argv[1:] if argv is None else argv

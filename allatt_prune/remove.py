@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['slice_heads', 'remove_heads']
 
-# %% ../nbs/07_remove.ipynb #bc527aee
+# %% ../nbs/07_remove.ipynb #c003
 import torch
 from dataclasses import replace
 from einops import rearrange
@@ -13,7 +13,7 @@ from torch import Tensor
 from .gates import output_scale
 from .model import AllAttention, LM, need
 
-# %% ../nbs/07_remove.ipynb #e7c69c70
+# %% ../nbs/07_remove.ipynb #c006
 def slice_heads(
     attn: AllAttention, # a sub-layer with h heads
     keep: Tensor, # (h), bool
@@ -28,7 +28,7 @@ def slice_heads(
     p['wo.weight'] = rearrange(wo[:, keep], 'c h d -> c (h d)')
     return p
 
-# %% ../nbs/07_remove.ipynb #0a02870f
+# %% ../nbs/07_remove.ipynb #c009
 @torch.no_grad()
 def remove_heads(
     model: LM, # a model with all of its heads
@@ -36,14 +36,14 @@ def remove_heads(
     z: Tensor|None = None # (l h) multipliers to fold in; None: the output scale s_g of the kept heads
 ) -> LM: # a new model; the old one is left as it is
     "Delete closed heads. The result computes what `model` computes with gates `z`. Paper, §3.2."
-    cfg, keep = model.cfg, torch.as_tensor(keep, device=model.bias.device).bool()
+    cfg, keep = model.cfg, torch.as_tensor(keep, device=model.pos.device).bool()
     need(cfg.heads is None, 'heads', cfg.heads, 'heads were removed before', 'remove them from the whole model')
     shape, want = tuple(keep.shape), (cfg.n_layer, cfg.n_head)
     need(shape == want, 'keep', shape, f'not (n_layer, n_head) = {want}', 'give one flag per head')
-    z = (keep * output_scale(keep.to(model.bias.dtype)) if z is None else torch.as_tensor(z)).to(model.bias)
+    z = (keep * output_scale(keep.to(model.pos.dtype)) if z is None else torch.as_tensor(z)).to(model.pos)
     need(tuple(z.shape) == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
     need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
-    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.bias)
+    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.pos)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}
     for i in range(cfg.n_layer):
         if keep[i].any():
