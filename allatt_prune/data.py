@@ -198,7 +198,7 @@ def cache_folder(
     return Path(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune'))
 
 def _get(url, file, _): # pooch's downloader; the host of WikiText refuses the default User-Agent
-    with tqdm(desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None) as bar:
+    with tqdm(total=1, desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None) as bar:
         pooch.HTTPDownloader(progressbar=bar, headers={'User-Agent': 'allatt_prune'}, timeout=30)(url, file, _)
     with open(file, 'rb') as f: head = f.read(64).lstrip()
     if not head.startswith(b'PK'): raise ValueError('an HTML page came' if head.startswith(b'<') else 'no zip file came')
@@ -207,8 +207,11 @@ def _extract(file, member, path): # one member of an archive, to a temporary fil
     tmp = path.with_name(path.name + '.tmp')
     try:
         with zipfile.ZipFile(file) as z, _member(z, file, member) as f, open(tmp, 'wb') as out: out.writelines(_unpacked(f, file, 2**22))
-    except _BROKEN as e: raise DataError(f'corpus={file}: cannot be unpacked ({e}); delete it and try again') from e
-    os.replace(tmp, path)
+        os.replace(tmp, path)
+    except _BROKEN as e:
+        if getattr(e, 'errno', None): raise                                      # the disk is full, for example
+        raise DataError(f'corpus={file}: cannot be unpacked ({e}); delete it and try again') from e
+    finally: tmp.unlink(missing_ok=True)
     return path
 
 def _fetch(name, folder): # the text files of a corpus, from the net unless its archive is in the folder
@@ -327,7 +330,7 @@ def load_corpus(
             return _opened(folder, name)
     except OSError as e: raise OSError(f'cache={e.filename or cache}: {e.strerror or e}; choose another folder with cache or ALLATT_PRUNE_CACHE') from e
 
-# %% ../nbs/00_data.ipynb #c041
+# %% ../nbs/00_data.ipynb #c044
 class Streams:
     "Segment `i` of `b` parallel pieces of a text, and the same shifted by one: each continues segment `i-1`."
     def __init__(self,

@@ -97,7 +97,7 @@ RECIPES = dict(
 _small = replace(RECIPES['tiny'], d_model=256, n_persistent=512, steps=1500, warmup=150, lr=2e-3, prune_steps=1500, prune_warmup=150, prune_lr=1e-3,
                  gate_steps=300, gate_lr=.05, lam_warmup=100, log_every=25)
 RECIPES['books'] = replace(_small, seg_len=128, mem_len=128, corpus='books8.xz')
-RECIPES['books-word'] = replace(_small, cutoffs=(2_000, 10_000), corpus='books-word')
+RECIPES['books-word'] = replace(_small, lam=.03, cutoffs=(2_000, 10_000), corpus='books-word')
 
 def get_recipe(
     name: str, # one of RECIPES

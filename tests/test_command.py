@@ -8,8 +8,12 @@ RHYME = 'one two buckle my shoe three four knock at the door '
 
 def command(*args, cwd, **kw): return subprocess.run([sys.executable, '-m', 'allatt_prune', *args], cwd=cwd, capture_output=True, text=True, timeout=300, **kw)
 
+@pytest.fixture(scope='session')
+def cache(tmp_path_factory): return tmp_path_factory.mktemp('cache')
+
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv('ALLATT_PRUNE_CACHE', str(cache))
     (tmp_path/'own.txt').write_text(RHYME * 60)
     (tmp_path/'short.txt').write_text(RHYME)
     (tmp_path/'blank.txt').write_text(' \n')
@@ -38,6 +42,9 @@ REFUSED = [ # arguments, exit status, what the line must name
     ('--gate-init inf', 2, 'gate_init=inf'),
     ('--dropout 1', 2, 'dropout=1'),
     ('--optimizer sgd', 2, 'optimizer=sgd'),
+    ('--cutoffs 9,5', 2, 'cutoffs=(9, 5)'),
+    ('--cutoffs many', 2, 'cutoffs=many'),
+    ('--unit line', 2, 'unit=line'),
     ('--output-scale maybe', 2, 'output_scale=maybe'),
     ('--gate-steps 9999', 2, 'gate_steps=9999'),
     ('--seed 99999999999999999999', 2, 'seed='),
@@ -84,6 +91,17 @@ def test_run_twice_gives_the_same_model_and_never_overwrites(folder):
     strict = lambda text: json.loads(text, parse_constant=pytest.fail)        # no NaN or Infinity, which are not JSON
     assert strict((folder/'a'/'report.json').read_text())['rows'][2]['model'] == 'pruned'
     assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [0, 5, 10, 11] * 3
+
+def test_words_with_an_adaptive_softmax(folder):
+    done = command('run', *TOY, '--corpus', 'own.txt', '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert 'valid ppl | test ppl' in done.stdout
+    report = json.loads((folder/'w'/'report.json').read_text())
+    assert report['unit'] == 'word' and report['tokens'] == [len(RHYME.split()) * 60 // 20 - 1] * 2
+    assert json.loads((folder/'w'/'pruned'/'config.json').read_text())['cutoffs'] == [3, 6]
+    again = command('evaluate', 'w/pruned', '--corpus', 'own.txt', '--unit', 'word', '--split', 'test', cwd=folder)
+    row = next(r for r in report['rows'] if r['model'] == 'pruned')
+    assert f"perplexity {row['test']:.2f} over {report['tokens'][1]:,} tokens" in again.stdout, again.stderr
 
 def test_every_head_may_go(folder):
     done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)

@@ -42,3 +42,9 @@ def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     assert table(recorded['rows']) in (ROOT/'README.md').read_text(encoding='utf-8')
     kept = sum(map(sum, recorded['keep']))
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
+
+def test_the_table_of_words_is_that_of_its_file():
+    from allatt_prune.cli import table
+    recorded = json.loads((ROOT/'nbs'/'results'/'words.json').read_text(encoding='utf-8'))
+    shown = next(''.join(o['data']['text/markdown']) for c in cells(ROOT/'nbs'/'experiments'/'words.ipynb') for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {}))
+    assert shown == table(recorded['rows'])

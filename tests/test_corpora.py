@@ -1,0 +1,452 @@
+"Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
+import gzip, hashlib, io, lzma, os, random, signal, stat, subprocess, sys, threading, time, zipfile
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+import numpy as np, pytest
+from hypothesis import given, settings, strategies as st
+from allatt_prune import data
+from allatt_prune.cli import main
+from allatt_prune.data import blocks, load_corpus
+
+SHARED = Path(__file__).parents[2]/'shared'/'data' # real corpora, where there are any
+SPLITS = 'train', 'valid', 'test'
+TEXTS = {s: ''.join(f' \n = {s} {i} = \n \n the <unk> of {s} number {i} , and the rest . \n' for i in range(n)) for s, n in zip(SPLITS, (300, 30, 40))}
+TEXTS['train'] += 'valid test\n' # all letters
+
+def zipped(members, **kw): # a zip file with these names and texts
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, 'w', zipfile.ZIP_DEFLATED) as z:
+        for name, text in members.items(): z.writestr(name, text, **kw)
+    return out.getvalue()
+
+GOOD = zipped({f'wikitext-2/wiki.{s}.tokens': t for s, t in TEXTS.items()} | {'wikitext-2/README': 'not to be touched'})
+HTML = b'<!DOCTYPE html><html><body>Please log in to this network</body></html>'
+
+class Server(ThreadingHTTPServer):
+    "Answers every request with `body`: up to `cut`, at once or with a pause there; without `length` the client cannot know that."
+    daemon_threads = True
+    def __init__(self):
+        self.answer(GOOD)
+        super().__init__(('127.0.0.1', 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+    def answer(self, body, cut=None, length=True, pause=0, status=200):
+        self.body, self.cut, self.length, self.pause, self.status, self.requests = body, cut, length, pause, status, 0
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        s = self.server
+        s.requests += 1
+        refused = self.headers.get('User-Agent', '').lower().startswith('python')
+        self.send_response(403 if refused else s.status)
+        if s.length: self.send_header('Content-Length', str(len(s.body)))
+        self.end_headers()
+        try:
+            self.wfile.write(s.body[:s.cut])
+            time.sleep(s.pause)
+            if s.cut is None or s.pause: self.wfile.write(s.body[s.cut or len(s.body):])
+        except OSError: pass
+
+@pytest.fixture(scope='module')
+def server():
+    s = Server()
+    yield s
+    s.shutdown()
+
+@pytest.fixture
+def home(tmp_path, monkeypatch, server): # an empty cache; the names of corpora lead to the local server
+    server.answer(GOOD)
+    monkeypatch.setenv('ALLATT_PRUNE_CACHE', str(tmp_path/'cache'))
+    monkeypatch.chdir(tmp_path)
+    for name in data.SOURCES: serve(monkeypatch, server, name, GOOD)
+    return tmp_path
+
+def source(server, name, body): # an entry of SOURCES for that answer of the server
+    return f'http://127.0.0.1:{server.server_port}/{name}-v1.zip', hashlib.sha256(body).hexdigest(), data._wiki(2) if 'wiki' in name else ('text8',)
+def serve(monkeypatch, server, name, body): monkeypatch.setitem(data.SOURCES, name, source(server, name, body))
+
+def state(folder): # all files but the lock
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file() and p.name != 'lock'}
+
+def refused(capfd, line, *named, status=1, prepares=False): # the command says one line that names these, and leaves everything as it was
+    before = state(Path.cwd())
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end: main(line.split())
+    out, err = capfd.readouterr()
+    assert out == '' and err.startswith('allatt-prune: error: ') and err.count('\n') == 1 and '; ' in err, err
+    for what in named: assert what in err, err
+    assert end.value.code == status
+    after = state(Path.cwd())
+    if prepares: after = {p: b for p, b in after.items() if p in before or not p.startswith('cache/prepared') or '.tmp' in p} # a text that is in order
+    assert after == before
+
+def obvious(text): return [w for line in text.split('\n')[:-1] for w in line.split() + ['<eos>']]
+
+# from the net
+
+def test_download(home, server, capfd):
+    main(['download', 'wikitext-2'])
+    words = {s: obvious(t) for s, t in TEXTS.items()}
+    n = ' / '.join(f'{len(w):,}' for w in words.values())
+    assert f'wikitext-2: {n} words' in capfd.readouterr().out
+    corpus = load_corpus('wikitext-2')
+    for s in SPLITS: assert corpus.decode(getattr(corpus, s)).split() == [w if w in set(words['train']) else '<unk>' for w in words[s]]
+    assert corpus.vocab == [w for w, _ in Counter(words['train']).most_common()] and corpus.unit == 'word'
+    assert server.requests == 1
+    assert (home/'cache'/'wikitext-2'/'wiki.test.tokens').read_text() == TEXTS['test']
+    assert not list((home/'cache').rglob('README'))
+
+def test_the_archive_may_be_put_there_by_hand(home, server):
+    (home/'cache'/'wikitext-2').mkdir(parents=True)
+    (home/'cache'/'wikitext-2'/'wikitext-2-v1.zip').write_bytes(GOOD)
+    assert len(load_corpus('wikitext-2').test) and server.requests == 0
+
+def test_a_text_that_was_prepared_under_another_name_is_not_prepared_again(home):
+    load_corpus('wikitext-2')
+    made = lambda: [p.name for p in (home/'cache'/'prepared').glob('*/')]
+    before = made()
+    assert load_corpus(home/'cache'/'wikitext-2').hash == load_corpus('wikitext-2').hash
+    assert made() == before
+
+@pytest.mark.parametrize('length', (True, False), ids=('length', 'no-length'))
+@pytest.mark.parametrize('tenth', range(10))
+def test_a_connection_cut(home, server, capfd, tenth, length):
+    (home/'precious.txt').write_text('to be or not to be ' * 100)
+    load_corpus('precious.txt')
+    server.answer(GOOD, cut=tenth * len(GOOD) // 10, length=length)
+    refused(capfd, 'download wikitext-2', 'corpus=wikitext-2', '127.0.0.1', 'try again later')
+    server.answer(GOOD)
+    assert len(load_corpus('wikitext-2').train) and server.requests == 1
+
+@pytest.mark.parametrize('answer,named', [
+    (dict(body=GOOD[:-1] + b'x'), 'is not the file with SHA-256'),
+    (dict(body=HTML), 'an HTML page came'),
+    (dict(body=b''), 'no zip file came'),
+    (dict(body=HTML, status=404), '404'),
+    (dict(body=HTML, status=500), '500'),
+], ids=('hash', 'html', 'empty', '404', '500'))
+def test_something_else_comes(home, server, capfd, answer, named):
+    server.answer(**answer)
+    refused(capfd, 'download wikitext-2', 'corpus=wikitext-2', named, 'put the file at')
+
+def test_no_server(home, monkeypatch, capfd):
+    monkeypatch.setitem(data.SOURCES, 'wikitext-2', ('http://127.0.0.1:9/wikitext-2-v1.zip', '0'*64, ()))
+    refused(capfd, 'download wikitext-2', 'corpus=wikitext-2', '127.0.0.1')
+
+def test_a_damaged_archive_in_the_cache_is_fetched_again(home, server):
+    (home/'cache'/'wikitext-2').mkdir(parents=True)
+    (home/'cache'/'wikitext-2'/'wikitext-2-v1.zip').write_bytes(GOOD[:1000])
+    assert len(load_corpus('wikitext-2').test) and server.requests == 1
+
+# archives
+
+def with_link():
+    info = zipfile.ZipInfo('wikitext-2/wiki.train.tokens')
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    out = io.BytesIO(GOOD)
+    with zipfile.ZipFile(out, 'a') as z: z.writestr(info, '/etc/passwd')
+    return out.getvalue()
+
+EVIL = {
+    'parent': (zipped({'../evil': 'x', 'wikitext-2/wiki.train.tokens': 'a b'}), "'../evil' points outside"),
+    'backslash': (zipped({'..\\evil': 'x'}), 'points outside'),
+    'absolute': (zipped({'/tmp/evil': 'x'}), "'/tmp/evil' points outside"),
+    'link': (with_link(), 'points outside'),
+    'missing': (zipped({'wikitext-2/other': 'x'}), '0 files named wikitext-2/wiki.train.tokens'),
+    'damaged': (GOOD[:200] + bytes(100) + GOOD[300:], 'cannot be'),
+    'truncated': (GOOD[:len(GOOD)//2], 'cannot be'),
+}
+@pytest.mark.parametrize('kind', EVIL)
+@pytest.mark.filterwarnings('ignore:Duplicate name')
+def test_an_archive_that_lies(home, server, monkeypatch, capfd, kind):
+    body, named = EVIL[kind]
+    server.answer(body)
+    serve(monkeypatch, server, 'wikitext-2', body)                              # even with the right hash
+    with pytest.raises(SystemExit): main(['download', 'wikitext-2'])
+    out, err = capfd.readouterr()
+    assert err.count('\n') == 1 and named in err and out == '', err
+    assert not list(home.rglob('evil')) and not list((home/'cache').rglob('*.tmp')) and not Path('/tmp/evil').exists()
+    if kind == 'missing': return                                                  # which is no fault in a file of one's own
+    (home/'own.zip').write_bytes(body)
+    refused(capfd, 'download own.zip', 'corpus=own.zip')
+
+@pytest.mark.parametrize('end', ('zip', 'xz', 'gz'))
+def test_a_huge_member(home, capfd, monkeypatch, end):
+    piece, n = b'a b ' * 2**18, 300                                               # 300 MiB of next to nothing
+    with {'xz': lzma.open, 'gz': gzip.open}.get(end, open)(f'bomb.{end}', 'wb') as f:
+        if end != 'zip':
+            for _ in range(n): f.write(piece)
+        else:
+            with zipfile.ZipFile(f, 'w', zipfile.ZIP_DEFLATED) as z, z.open('bomb', 'w') as member:
+                for _ in range(n): member.write(piece)
+    refused(capfd, f'download bomb.{end}', f'corpus=bomb.{end}', '200 times')
+
+def test_text8(home, server, monkeypatch, capfd):
+    letters = np.frombuffer(b' abcdefghijklmnopqrstuvwxyz', np.uint8)
+    text = letters[np.random.default_rng(0).integers(0, 27, 10**8, dtype=np.uint8)].tobytes()
+    def packed(text):
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, 'w') as z: z.writestr('text8', text)
+        return out.getvalue()
+    for bad, named in ((text[:-1], '99,999,999 characters of 27'), (b'A' + text[1:], '100,000,000 characters of 28'), (b'a b' * 99, '297 characters of 3')):
+        server.answer(packed(bad))
+        serve(monkeypatch, server, 'text8', server.body)
+        with pytest.raises(SystemExit) as end: main(['download', 'text8'])
+        err = capfd.readouterr().err
+        assert end.value.code == 1 and err.count('\n') == 1 and f'corpus=text8: {named}' in err
+        assert not list((home/'cache'/'prepared').iterdir())
+    server.answer(packed(text))
+    serve(monkeypatch, server, 'text8', server.body)
+    corpus = load_corpus('text8')
+    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [90_000_000, 5_000_000, 5_000_000]
+    assert corpus.decode(corpus.test[-1000:]) == text[-1000:].decode() and corpus.train.dtype == np.uint8
+
+# several processes, and killed ones
+
+def process(home, server, *argv, body=GOOD): # the command, in its own process, with the local server
+    code = (f'import allatt_prune.data as d; d.SOURCES["wikitext-2"] = {source(server, "wikitext-2", body)!r}\n'
+            f'from allatt_prune.cli import main; main({argv!r})')
+    return subprocess.Popen([sys.executable, '-c', code], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def test_several_processes_download_once(home, server):
+    server.answer(GOOD, cut=len(GOOD)//2, pause=3)
+    jobs = [process(home, server, 'download', 'wikitext-2') for _ in range(4)]
+    done = [j.communicate(timeout=120) for j in jobs]
+    assert [j.returncode for j in jobs] == [0]*4, done
+    assert len({out for out, _ in done}) == 1 and server.requests == 1
+
+def wait_for(found, job):
+    for _ in range(1200):
+        if found(): return True
+        if job.poll() is not None: return False
+        time.sleep(.05)
+    return False
+
+def test_killed_while_downloading(home, server):
+    server.answer(GOOD, cut=len(GOOD)//2, pause=5)
+    job = process(home, server, 'download', 'wikitext-2')
+    assert wait_for(lambda: list((home/'cache').glob('wikitext-2/tmp*')), job), job.communicate()
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    assert list((home/'cache').glob('wikitext-2/tmp*'))                           # the dead cannot clean up
+    server.answer(GOOD)
+    assert len(load_corpus('wikitext-2').test)
+    assert sorted(p.name for p in (home/'cache'/'wikitext-2').iterdir()) == sorted([f'wiki.{s}.tokens' for s in SPLITS] + ['wikitext-2-v1.zip'])
+
+def test_killed_while_preparing(home, server):
+    body = zipped({f'wikitext-2/wiki.{s}.tokens': TEXTS['train'] * (1500 if s == 'train' else 1) for s in SPLITS})
+    server.answer(body)
+    rng = random.Random(0)
+    for _ in range(3):
+        job = process(home, server, 'download', 'wikitext-2', body=body)
+        assert wait_for(lambda: list((home/'cache').glob('prepared/*.tmp')), job), job.communicate()
+        time.sleep(rng.random())
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+    out, err = process(home, server, 'download', 'wikitext-2', body=body).communicate(timeout=120)
+    n = len(obvious(TEXTS['train']))
+    assert f'{1500*n:,} / {n:,} / {n:,} words' in out, err
+    assert not list((home/'cache').rglob('*.tmp')) and server.requests == 1
+
+@pytest.mark.parametrize('file', ('ids.bin', 'vocab.json', 'corpus.json'))
+@pytest.mark.parametrize('damage', ('half', 'empty', 'gone'))
+def test_a_half_written_cache_is_made_again(home, file, damage):
+    load_corpus('wikitext-2')
+    path, = (home/'cache'/'prepared').glob(f'*/{file}')
+    whole = path.read_bytes()
+    path.unlink() if damage == 'gone' else path.write_bytes(whole[:len(whole)//2] if damage == 'half' else b'')
+    assert len(load_corpus('wikitext-2').test) == len(obvious(TEXTS['test'])) and path.read_bytes() == whole
+
+# files and folders of one's own
+
+TEXT = 'one two buckle my shoe\nthree four knock at the door\n' * 40
+
+def made(path, content):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None: path.mkdir()
+    else: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+BAD = [ # what is there, the corpus that is asked for, exit status, what the line must name
+    ({'a.txt': ''}, 'a.txt', 1, 'no text in it'),
+    ({'a.txt': ' \n\t\n '}, 'a.txt', 1, 'no text in it'),
+    ({'a.txt': '\ufeff'}, 'a.txt', 1, 'no text in it'),
+    ({'a.txt': ' \n'}, 'a.txt --unit word', 1, 'no text in it'),
+    ({'a.txt': TEXT.encode() + b'caf\xe9'}, 'a.txt', 1, f'not UTF-8 at byte {len(TEXT) + 3}'),
+    ({'a.txt': b'\xff\xfea\0b\0'}, 'a.txt', 1, 'not UTF-8 at byte 0'),
+    ({'a.txt': TEXT + 'a\0b'}, 'a.txt', 1, f'a NUL at byte {len(TEXT) + 1}'),
+    ({'a.txt': TEXT}, 'a.txt/b.txt', 1, 'corpus=a.txt/b.txt: no such file'),
+    ({}, 'none.txt', 1, 'corpus=none.txt: no such file'),
+    ({}, 'none', 2, 'corpus=none: neither a corpus'),
+    ({'d/e': TEXT}, 'd', 1, 'corpus=d: no .txt'),
+    ({'d/train.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'no valid.txt'),
+    ({'d/wiki.train.tokens': TEXT}, 'd', 1, 'no wiki.valid.tokens'),
+    ({'d/train.txt': None, 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'd/train.txt'),
+    ({'d/train.txt': TEXT, 'd/train.txt.gz': TEXT, 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'both there'),
+    ({'d/train.txt': ' ', 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'no text in it'),
+    ({'a.txt.gz': TEXT}, 'a.txt.gz', 1, 'cannot be read'),
+    ({'a.txt.gz': gzip.compress(TEXT.encode())[:-9]}, 'a.txt.gz', 1, 'cannot be read'),
+    ({'a.txt.xz': HTML}, 'a.txt.xz', 1, 'cannot be read'),
+    ({'a.txt.xz': lzma.compress(TEXT.encode())[:-9]}, 'a.txt.xz', 1, 'cannot be read'),
+    ({'a.zip': HTML}, 'a.zip', 1, 'cannot be read'),
+    ({'a.zip': zipped({'a': TEXT, 'b': TEXT})}, 'a.zip', 1, '2 files'),
+    ({'a.txt': TEXT}, 'a.txt --cache a.txt', 1, 'cache=a.txt'),
+    ({'a.txt': TEXT}, 'a.txt --unit syllable', 2, 'unit=syllable'),
+    ({'a.txt': TEXT}, '', 2, 'corpus'),
+]
+@pytest.mark.parametrize('files,line,status,named', BAD, ids=[f'{i}-{named}' for i, (*_, named) in enumerate(BAD)])
+def test_a_text_that_cannot_be_used(home, capfd, files, line, status, named):
+    load_corpus('wikitext-2')                                                   # a cache to be kept
+    for path, content in files.items(): made(path, content)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'stdin', io.StringIO())
+        refused(capfd, f'download {line}'.strip(), named, status=status) if line else refused_usage(capfd)
+
+def refused_usage(capfd):
+    with pytest.raises(SystemExit) as end: main(['download'])
+    assert end.value.code == 2 and capfd.readouterr().err.count('\n') == 1
+
+def test_one_line_will_do(home):
+    made('a.txt', 'a line without an end ' * 20)
+    chars, words = load_corpus('a.txt'), load_corpus('a.txt', unit='word')
+    assert chars.decode(np.concatenate([chars.train, chars.valid, chars.test])) == 'a line without an end ' * 20
+    assert words.decode(words.test) == 'line without an end <unk>' and len(words.train) == round(.9 * 101)
+
+def test_marks_of_other_systems_are_dropped(home):
+    made('unix.txt', TEXT), made('dos.txt', b'\xef\xbb\xbf' + TEXT.replace('\n', '\r\n').encode())
+    for unit in ('char', 'word'):
+        a, b = (load_corpus(f, unit=unit) for f in ('unix.txt', 'dos.txt'))
+        assert a.vocab == b.vocab and (a.train == b.train).all() and (a.test == b.test).all()
+
+@pytest.mark.parametrize('end', ('', '.gz', '.xz', '.zip'))
+def test_packed_or_not_in_a_folder_or_alone(home, end):
+    pack = {'': bytes, '.gz': gzip.compress, '.xz': lzma.compress, '.zip': lambda t: zipped({'whatever': t})}[end]
+    for s in SPLITS: made(f'w/wiki.{s}.tokens{end}', pack(TEXTS[s].encode())), made(f't/{s}.txt{end}', pack(TEXTS[s].encode()))
+    made(f'alone{end}', pack(TEXT.encode()))
+    words, chars, alone = load_corpus('w'), load_corpus('t'), load_corpus(f'alone{end}')
+    assert (words.unit, chars.unit, load_corpus('t', unit='word').hash) == ('word', 'char', words.hash)
+    assert len(words.valid) == len(obvious(TEXTS['valid'])) and chars.decode(chars.valid) == TEXTS['valid']
+    assert alone.decode(alone.train) == TEXT[:round(.9 * len(TEXT))]
+
+def test_books(home):
+    made('books/Persuasion.md', '# Persuasion\n\nVanity: Sir *Walter* Elliot, of Kellynch Hall, in 1818.'), made('books/deep/Emma.txt', 'Emma — handsome,\nclever, and rich; three volumes.')
+    made('books/cover.png', b'\x89PNG\xff')
+    chars, words = load_corpus('books'), load_corpus('books', unit='word')
+    whole = lambda c: c.decode(np.concatenate([c.train, c.valid, c.test]))
+    texts = 'persuasion vanity sir walter elliot of kellynch hall in one eight one eight', 'emma handsome clever and rich three volumes'
+    assert whole(chars) in (f'{a} {b} ' for a, b in (texts, texts[::-1]))
+    assert whole(words).count('<eos>') == 2 and load_corpus(home/'books').hash == chars.hash
+    made('books/bad.txt', b'\xff')
+    with pytest.raises(data.DataError, match='books/bad.txt: not UTF-8 at byte 0'): load_corpus('books')
+
+def test_a_changed_file_is_noticed(home):
+    made('a.txt', TEXT)
+    old = os.stat('a.txt')
+    first = load_corpus('a.txt')
+    made('a.txt', TEXT.replace('door', 'gate'))                                  # of the same length, and dated back
+    os.utime('a.txt', ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert 'gate' in (second := load_corpus('a.txt')).decode(second.train) and 'gate' not in first.decode(first.train)
+
+def test_the_hash_of_old_files_is_remembered(home, monkeypatch):
+    made('a.txt', TEXT)
+    monkeypatch.setattr(data, '_settled', lambda parts: True)
+    load_corpus('a.txt')
+    monkeypatch.setattr(data, '_content', pytest.fail)
+    assert len(load_corpus('a.txt').test)
+
+def test_an_unwritable_cache(home, capfd):
+    made('a.txt', TEXT), made('file', 'x')
+    refused(capfd, 'download a.txt --cache file/below', 'cache=')
+    refused(capfd, 'download wikitext-2 --cache file', 'cache=')
+
+# what training and evaluation refuse
+
+TOY = '--n-layer 1 --d-model 8 --n-head 2 --n-persistent 4 --seg-len 8 --mem-len 8 --batch 4 --steps 3 --prune-steps 3 --gate-steps 2 --device cpu'
+
+def test_too_short(home, capfd):
+    made('a.txt', TEXT)
+    refused(capfd, f'run {TOY} --corpus a.txt --batch 900 --run-dir r', 'corpus=a.txt', '900 streams', prepares=True)
+    made('b.txt', 'ab' * 5)
+    refused(capfd, f'run {TOY} --corpus b.txt --run-dir r', 'corpus=b.txt', '4 streams', prepares=True)
+
+@pytest.fixture
+def trained(home, capfd):
+    made('a.txt', TEXT)
+    main(f'run {TOY} --corpus a.txt --run-dir r'.split())
+    capfd.readouterr()
+    return home
+
+def test_evaluate(trained, capfd):
+    def says(line): main(f'evaluate {line}'.split()); return capfd.readouterr().out
+    n = len(load_corpus('a.txt').test) - 1
+    one, pruned, many = says('r/gated --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test --batch 7')
+    assert one.startswith('test: ') and f'over {n:,} tokens' in one and f'over {n:,} tokens' in many
+    assert abs(float(one.split()[1]) - float(pruned.split()[1])) < 2e-4 and many != pruned
+    assert says('r/pruned --corpus a.txt --mem-len 50') != says('r/pruned --corpus a.txt')
+
+def test_evaluate_refuses(trained, capfd):
+    made('b.txt', TEXT.replace('knock', 'quack'))
+    mine, other = load_corpus('a.txt').hash, load_corpus('b.txt').hash
+    assert mine != other
+    refused(capfd, 'evaluate r/pruned --corpus b.txt', 'corpus=b.txt', mine, other)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --unit word', 'corpus=a.txt', mine, prepares=True)
+    refused(capfd, 'evaluate r/none --corpus a.txt', 'checkpoint=r/none')
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --batch 100000', 'batch=100000', status=2)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', 'mem_len=few', status=2)
+
+def test_ids_outside_the_vocabulary(trained, capfd):
+    for path in (trained/'cache'/'prepared').glob('*/ids.bin'): path.write_bytes(b'\xc8' * path.stat().st_size)
+    refused(capfd, 'evaluate r/pruned --corpus a.txt', 'symbol 200', 'the model knows')
+    with pytest.raises(SystemExit) as end: main(f'run {TOY} --corpus a.txt --run-dir s'.split())
+    assert end.value.code == 1 and 'corpus=a.txt: symbol 200' in capfd.readouterr().err
+
+# the fast way against the obvious one
+
+alphabet = st.text(st.sampled_from('ab é\n漢\U0001f600.'), min_size=1, max_size=80)
+
+@settings(max_examples=60, deadline=None)
+@given(train=alphabet, valid=alphabet, test=alphabet, size=st.integers(1, 9))
+def test_any_text_cut_anywhere(tmp_path_factory, train, valid, test, size):
+    folder = tmp_path_factory.mktemp('any')
+    texts = dict(train='x\n' + train, valid=valid, test=test)
+    for s, t in texts.items(): (folder/f'{s}.txt').write_text(t, encoding='utf-8')
+    for s, t in texts.items(): assert b''.join(blocks(folder/f'{s}.txt', size)).decode() == t
+    chars, words = (load_corpus(folder, folder/'cache', unit=u) for u in ('char', 'word'))
+    assert chars.vocab[:len(set(texts['train']))] == sorted(set(texts['train']))
+    line = lambda t: obvious(t if t.endswith('\n') else t + '\n')
+    assert [w for w in words.vocab if w != '<unk>'] == [w for w, _ in Counter(line(texts['train'])).most_common()]
+    for s, t in texts.items():
+        assert chars.decode(getattr(chars, s)) == ''.join(c if c in texts['train'] else '\ufffd' for c in t)
+        known = set(line(texts['train']))
+        assert words.decode(getattr(words, s)).split() == [w if w in known else '<unk>' for w in line(t)]
+
+# the counts of the real corpora
+
+def real(name):
+    if not (SHARED/name).exists(): pytest.skip(f'{name} is not on this machine')
+    return SHARED/name
+
+def test_wikitext(home):
+    folder = real('wikitext-103')
+    for name, s in zip(SPLITS, ('valid', 'valid', 'test')): made(f'w/wiki.{name}.tokens.xz', (folder/f'wiki.{s}.tokens.xz').read_bytes())
+    corpus = load_corpus('w')
+    assert (len(corpus.valid), len(corpus.test)) == (217_646, 245_569)
+    words = obvious(lzma.open(folder/'wiki.valid.tokens.xz', 'rt', encoding='utf-8').read())
+    assert corpus.vocab == [w for w, _ in Counter(words).most_common()] and corpus.decode(corpus.valid[:2000]).split() == words[:2000]
+
+def test_books_word(home):
+    corpus = load_corpus(real('books-word'))
+    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [10_000_140, 249_913, 250_119]
+    assert corpus.train.dtype == np.uint16 and len(corpus.vocab) == 48_377
+
+def test_books8(home):
+    corpus = load_corpus(real('books8.xz'))
+    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [90_000_000, 5_000_000, 5_000_000] and len(corpus.vocab) == 27
+    table = np.frombuffer(''.join(corpus.vocab).encode(), np.uint8)
+    found = hashlib.sha256()
+    for part in (corpus.train, corpus.valid, corpus.test): found.update(table[part])
+    assert found.hexdigest() == '1017140fa9b98629a3214a7031eb77bbf713e2ff0dc2fcba5334d117fb7d5ff4'
