@@ -53,16 +53,18 @@ def measure(
 ) -> list[dict]: # a row per model
     "Size, quality and speed of each model."
     cfg = models['baseline'].cfg
-    n = cfg.mem_len + cfg.seg_len
+    n = cfg.mem_len + cfg.seg_len + 1
     text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
+    targets, edges = text[:, -cfg.seg_len:], torch.tensor([0, *cfg.cutoffs, cfg.vocab])
     zs = [gates() if name == 'gated' else None for name in models]
-    times = time_in_turns(list(models.values()), text, zs)
-    macs = count_macs(cfg, batch)['total']
+    times = time_in_turns(list(models.values()), text[:, :-1], zs, targets)
+    shares = [((a <= targets) & (targets < b)).float().mean().item() for a, b in edges.unfold(0, 2, 1)]
+    macs = count_macs(cfg, batch, shares=shares)['total']
     rows = []
     for (name, m), z, t in zip(models.items(), zs, times):
         valid, test = (evaluate(m, ids, z).as_usual(corpus.unit) for ids in (corpus.valid, corpus.test))
         heads = int(gates.open_mask().sum()) if name == 'gated' else sum(m.cfg.layer_heads)
-        mine = count_macs(m, batch)['total']
+        mine = count_macs(m, batch, shares=shares)['total']
         rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=count_params(m)['blocks'],
                          macs=round(mine), unit=corpus.unit, valid=valid, test=test, ms=t.median, spread=t.spread,
                          speedup=times[0].median/t.median, ideal=macs/mine))
@@ -145,7 +147,7 @@ def pick_device(
 
 def _long_enough(text, r): # to train on, to fill a memory before timing, and to hold something out
     Streams(text.train, r.batch, r.seg_len, text.name)
-    n = r.batch * (r.mem_len + r.seg_len)
+    n = r.batch * (r.mem_len + r.seg_len + 1)
     if len(text.train) < n or min(len(text.valid), len(text.test)) < 2:
         raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full memory need {n}, '
                         f'and something must be held out; give more text, or a smaller batch or mem_len')

@@ -168,7 +168,7 @@ def _prepare(
         size = len(seen) or sys.maxunicode + 1
         train, later = (sum((np.bincount(a, minlength=size) for a in again(*x)), np.zeros(size, int)) for x in ((0, ends[0]), (ends[0], n)))
         vocab, table = _vocabulary(train, later, seen, unit)
-        if not set(''.join(vocab).replace('<eos>', '')) - set(' \n\t\r\ufffd'):
+        if not re.sub('<eos>|<unk>|\ufffd', '', ''.join(vocab)).strip():
             raise DataError(f'corpus={name}: no text in it; give a file with some thousand words')
         with open(folder/'ids.bin', 'wb') as f:
             for a in again(0, n): f.write(table[a])
@@ -195,11 +195,11 @@ def cache_folder(
     cache: str|Path|None = None # a folder; None: that of the variable ALLATT_PRUNE_CACHE, or the user's cache folder
 ) -> Path:
     "Where downloads and prepared corpora are kept."
-    return Path(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune'))
+    return Path(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune')).expanduser()
 
 def _get(url, file, _): # pooch's downloader; the host of WikiText refuses the default User-Agent
     with tqdm(total=1, desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None) as bar:
-        pooch.HTTPDownloader(progressbar=bar, headers={'User-Agent': 'allatt_prune'}, timeout=30)(url, file, _)
+        pooch.HTTPDownloader(progressbar=bar, headers={'User-Agent': 'allatt_prune'}, chunk_size=2**16, timeout=30)(url, file, _)
     with open(file, 'rb') as f: head = f.read(64).lstrip()
     if not head.startswith(b'PK'): raise ValueError('an HTML page came' if head.startswith(b'<') else 'no zip file came')
 
@@ -235,16 +235,19 @@ def _splits(folder): # the three files of a folder that is cut already, and thei
             if len(f) > 1: raise DataError(f'corpus={folder}: {f[0].name} and {f[1].name} are both there; keep one')
         return [[f] for f, in found], unit
 
+def _books(folder): # all texts in a folder
+    by_name = {p.relative_to(folder).as_posix(): p for p in folder.rglob('*') if p.suffix in ('.txt', '.md') and p.is_file()}
+    if not by_name: raise FileNotFoundError(f'corpus={folder}: no .txt, .md or wiki.train.tokens in this folder; give a folder with texts, or a file')
+    return [by_name[n] for n in _shuffled(by_name)]
+
 def _find(name): # files of each part; their unit, unless another is wanted; are they books? what is known without reading
     if name in SOURCES: return [], 'char' if name == 'text8' else 'word', False, SOURCES[name][1]
     if name == 'pydocs': return [], 'char', False, [sys.version, sysconfig.get_paths()['stdlib']]
     path, books = Path(name), False
     if path.is_file(): parts, unit = [[path]], 'char'
-    elif path.is_dir() and (found := _splits(path)): parts, unit = found
-    elif path.is_dir():
-        by_name = {p.relative_to(path).as_posix(): p for p in path.rglob('*') if p.suffix in ('.txt', '.md') and p.is_file()}
-        if not by_name: raise FileNotFoundError(f'corpus={name}: no .txt, .md or wiki.train.tokens in this folder; give a folder with texts, or a file')
-        parts, unit, books = [[by_name[n] for n in _shuffled(by_name)]], 'char', True
+    elif name and path.is_dir():
+        parts, unit = _splits(path) or ([_books(path)], 'char')
+        books = len(parts) == 1
     elif path.parts[1:] or path.suffix: raise FileNotFoundError(f'corpus={name}: no such file; check the path')
     else: raise ValueError(f"corpus={name}: neither a corpus ({', '.join(NAMES)}) nor a file; give one of them")
     return parts, unit, books, _stamp(parts)
@@ -283,7 +286,7 @@ def _stored(folder, name, parts, unit): # prepare in a temporary folder, and ren
         corpus = _opened(tmp, name)
         n = len(corpus.train) + len(corpus.valid) + len(corpus.test)
         if name == 'text8' and unit == 'char' and (n, ''.join(corpus.vocab)) != (10**8, ' abcdefghijklmnopqrstuvwxyz'):
-            raise DataError(f'corpus=text8: {n:,} characters of {len(corpus.vocab)} kinds, not 100,000,000 of 27; delete it and try again')
+            raise DataError(f'corpus=text8: {n:,} characters of {len(corpus.vocab)} kinds, not 100,000,000 of 27; delete {folder.parents[1]/"text8"} and try again')
         tmp.chmod(0o755)                                                         # mkdtemp keeps a folder to its owner
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(tmp, folder)

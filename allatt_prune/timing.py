@@ -44,7 +44,8 @@ def count_macs(
     cfg: LMConfig|LM, # a configuration, or a model for its configuration
     batch: int = 1, # streams that share the relative keys
     *, keys: int|None = None, # context keys scored per query; None: S+T, as in plain attention
-    cached: bool = False # memory and relative keys need no projection
+    cached: bool = False, # memory and relative keys need no projection
+    shares: list[float]|None = None # of the words in each band, which are read and scored; None: all logits of all words
 ) -> dict[str, float]: # blocks, softmax, total: multiply-accumulates per token
     "Multiply-accumulates of a forward pass by arithmetic."
     cfg = getattr(cfg, 'cfg', cfg)
@@ -53,8 +54,10 @@ def count_macs(
     project = 2*t*c*d + 2*(t if cached else s)*c*d + (0 if cached else cfg.window*c*d / batch) # W_q and W_o; W_k and W_v; W_r
     scores = 3*t*(s if keys is None else keys)*d + 2*t*n*d                    # content, position, values; persistent keys and values
     blocks = (sum(cfg.layer_heads) * (project + scores) + cfg.n_layer * t * 2*c*cfg.d_ff) / t
-    words, k = _bands(cfg), len(cfg.cutoffs)
-    softmax = sum(n*width for n, width in words) + (2*c*c + k*c + sum(c*width for _, width in words[1:]) if k else 0)
+    (first, _), *rest = words = _bands(cfg)
+    tails = sum(share * width * (c + n) for share, (n, width) in zip(shares[1:] if shares else [1]*len(rest), rest))
+    project = c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words)) if rest else 0 # the first band's going out; what comes in
+    softmax = c * (first + len(rest)) + tails + project
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)
 
 # %% ../nbs/08_timing.ipynb #c022
@@ -93,20 +96,22 @@ def segment_job(
     model: LM,
     ids: Tensor, # (b S+T) or longer: the memory is filled with all but the last T, these are timed
     z: Tensor|None = None, # (l h) head multipliers; None: all 1
-    *, cached: bool = False, # read from a cache of keys and values
+    *, targets: Tensor|None = None, # (b T) symbols to score; None: logits of all symbols
+    cached: bool = False, # read from a cache of keys and values
     last: int|None = None, # symbols to time; None: a segment
     compiled: bool = False # with torch.compile
 ) -> Callable[[], Tensor]:
-    "A function that reads one segment, memory full, and returns the logits."
+    "A function that reads one segment, memory full, and returns the logits, or the loss of targets."
     model.eval()
-    ids, t = ids.to(model.pos.device), last or model.cfg.seg_len
+    ids, targets = (None if a is None else a.to(model.pos.device) for a in (ids, targets))
+    t = last or model.cfg.seg_len
     mems = model.start_cache(len(ids)) if cached else None
     with torch.inference_mode():
         for piece in ids[:, :-t].split(model.cfg.seg_len, 1):
             if piece.numel(): mems = model(piece, mems=mems, z=z)[1]
     read = torch.compile(model, dynamic=False) if compiled else model
     def job():
-        with torch.inference_mode(): return read(ids[:, -t:], mems=mems, z=z)[0]
+        with torch.inference_mode(): return read(ids[:, -t:], targets, mems, z)[0]
     return job
 
 def train_job(
@@ -134,11 +139,12 @@ def time_in_turns(
     models: list[LM], # on one device
     ids, # (b S+T) or longer: the memory is filled with all but the last T, these are timed
     zs: list[Tensor|None]|None = None, # (l h) head multipliers of each; None: all 1
+    targets=None, # (b T) symbols to score; None: logits of all symbols
     *, repeats: int = 21 # rounds
 ) -> list[Timing]:
     "Time one segment through each model, alternating between them."
     zs = zs or [None] * len(models)
-    return in_turns([segment_job(m, torch.as_tensor(ids), z) for m, z in zip(models, zs, strict=True)], repeats=repeats)
+    return in_turns([segment_job(m, torch.as_tensor(ids), z, targets=targets) for m, z in zip(models, zs, strict=True)], repeats=repeats)
 
 def time_forward(
     model: LM,

@@ -111,7 +111,7 @@ def get_recipe(
         need(f in known, 'field', f, 'not in a recipe', f'did you mean {close[0]}?' if close else 'the fields are ' + ', '.join(known))
     return replace(RECIPES[name], **changes)
 
-# %% ../nbs/06_train.ipynb #c011
+# %% ../nbs/06_train.ipynb #c013
 def lr_at(
     step: int, # 0 .. steps-1
     r: Recipe # whose schedule
@@ -121,7 +121,7 @@ def lr_at(
     done = (step - r.warmup) / max(1, r.steps - 1 - r.warmup)
     return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * done)) / 2
 
-# %% ../nbs/06_train.ipynb #c014
+# %% ../nbs/06_train.ipynb #c016
 def make_optimizers(
     model: LM,
     gates: HeadGates|None,
@@ -134,7 +134,7 @@ def make_optimizers(
     else: opts = [torch.optim.AdamW(model.parameters(), lr=r.lr, betas=(.9, .99), weight_decay=0.)]
     return opts if gates is None else opts + [torch.optim.Adam(gates.parameters(), lr=r.gate_lr, betas=(.9, .99))]
 
-# %% ../nbs/06_train.ipynb #c016
+# %% ../nbs/06_train.ipynb #c018
 def _priced(loss, gates, step, r): # the loss with its share of the L0 loss; and lambda
     lam = 0. if gates.frozen else lambda_at(step, r.lam, r.lam_warmup)
     return (loss + lam * gates.l0() if lam else loss), lam
@@ -160,7 +160,7 @@ def _record(phase, step, nll, lam, opt, gates, tokens, since):
     probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
     return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)
 
-# %% ../nbs/06_train.ipynb #c018
+# %% ../nbs/06_train.ipynb #c020
 def train(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read
@@ -183,8 +183,9 @@ def train(
         if gates is not None and step == r.gate_steps: gates.freeze()
         at = (start + step) % len(streams)
         if at == 0: mems = None
-        _known(streams[at][0], model, corpus.name)
-        x, y = (a.to(model.pos.device) for a in streams[at])
+        x, y = streams[at]
+        _known(x, model, corpus.name)
+        x, y = x.to(model.pos.device), y.to(model.pos.device)
         loss, mems = model(x, y, mems, None if gates is None else gates())
         nll = loss.item()
         if not math.isfinite(nll):
@@ -199,7 +200,7 @@ def train(
     if gates is not None: gates.freeze()
     return records
 
-# %% ../nbs/06_train.ipynb #c020
+# %% ../nbs/06_train.ipynb #c022
 class Score(float):
     "Nats per token."
     def __new__(cls, nats: float, tokens: int = 0):
@@ -221,6 +222,7 @@ class Score(float):
 
 def _pieces(ids, batch): # ids and targets (b n), of equal lengths: what is missing does not count
     n = len(ids) - 1
+    batch = min(batch, n)
     pad = lambda a, value: rearrange(F.pad(a, (0, -n % batch), value=value), '(b n) -> b n', b=batch)
     return pad(ids[:-1], 0), pad(ids[1:], -100)
 
@@ -233,7 +235,7 @@ def evaluate(
 ) -> Score: # nats per token
     "Mean negative log-likelihood of a text."
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
-    need(1 <= batch < len(ids), 'batch', batch, f'not a number of streams for {len(ids) - 1} symbols', 'give 1 or more, and no more than symbols')
+    need(batch >= 1, 'batch', batch, 'no stream', 'give 1 or more')
     _known(ids, model, 'text')
     parallel = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)

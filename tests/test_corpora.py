@@ -394,7 +394,6 @@ def test_evaluate_refuses(trained, capfd):
     refused(capfd, 'evaluate r/none --corpus a.txt', 'checkpoint=r/none')
     refused(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
-    refused(capfd, 'evaluate r/pruned --corpus a.txt --batch 100000', 'batch=100000', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', 'mem_len=few', status=2)
 
