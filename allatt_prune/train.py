@@ -94,10 +94,9 @@ RECIPES = dict(
                 batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3,
                 prune_steps=850, prune_warmup=80, prune_lr=2e-3,
                 lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, corpus='pydocs'))
-_small = replace(RECIPES['tiny'], d_model=256, n_persistent=512, steps=1500, warmup=150, lr=2e-3, prune_steps=1500, prune_warmup=150, prune_lr=1e-3,
-                 gate_steps=300, gate_lr=.05, lam_warmup=100, log_every=25)
-RECIPES['books'] = replace(_small, seg_len=128, mem_len=128, corpus='books8.xz')
-RECIPES['books-word'] = replace(_small, lam=.03, cutoffs=(2_000, 10_000), corpus='books-word')
+_books = replace(RECIPES['tiny'], d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05, lam_warmup=100, log_every=25)
+RECIPES['books'] = replace(_books, seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100, corpus='books8.xz')
+RECIPES['books-word'] = replace(_books, lam=.03, steps=1500, warmup=150, prune_steps=1500, prune_warmup=150, cutoffs=(2_000, 10_000), corpus='books-word')
 
 def get_recipe(
     name: str, # one of RECIPES

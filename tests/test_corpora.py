@@ -241,7 +241,7 @@ def test_killed_while_preparing(home, server):
     for _ in range(3):
         job = process(home, server, 'download', 'wikitext-2', body=body)
         assert wait_for(lambda: list((home/'cache').glob('prepared/*.tmp')), job), job.communicate()
-        time.sleep(rng.random())
+        time.sleep(.4 * rng.random())
         job.send_signal(signal.SIGKILL)
         job.wait()
     out, err = process(home, server, 'download', 'wikitext-2', body=body).communicate(timeout=120)
