@@ -49,7 +49,8 @@ def measure(
     models: dict[str, LM], # 'baseline' is what the others are compared with; 'gated' gets the gates
     gates: HeadGates, # frozen
     corpus: Corpus,
-    batch: int # streams to time
+    batch: int, # streams to time
+    eval_tokens: int = 0 # tokens of each split to score; 0: all
 ) -> list[dict]: # a row per model
     "Size, quality and speed of each model."
     cfg = models['baseline'].cfg
@@ -62,11 +63,12 @@ def measure(
     macs = count_macs(cfg, batch, shares=shares)['total']
     rows = []
     for (name, m), z, t in zip(models.items(), zs, times):
-        valid, test = (evaluate(m, ids, z).as_usual(corpus.unit) for ids in (corpus.valid, corpus.test))
+        valid, test = (evaluate(m, ids[:eval_tokens or None], z) for ids in (corpus.valid, corpus.test))
         heads = int(gates.open_mask().sum()) if name == 'gated' else sum(m.cfg.layer_heads)
         mine = count_macs(m, batch, shares=shares)['total']
         rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=count_params(m)['blocks'],
-                         macs=round(mine), unit=corpus.unit, valid=valid, test=test, ms=t.median, spread=t.spread,
+                         macs=round(mine), unit=corpus.unit, valid=valid.as_usual(corpus.unit), test=test.as_usual(corpus.unit),
+                         tokens=[valid.tokens, test.tokens], ms=t.median, spread=t.spread,
                          speedup=times[0].median/t.median, ideal=macs/mine))
     return rows
 
@@ -169,9 +171,9 @@ def run(
     except OSError as e: raise OSError(f'run_dir={run_dir}: {e.strerror}; choose another one') from e
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
     models, gates, records = prune_path(recipe, text, run_dir, device)
-    rows = measure(models, gates, text, recipe.batch)
+    rows = measure(models, gates, text, recipe.batch, recipe.eval_tokens)
     about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
-                 tokens=[len(text.valid) - 1, len(text.test) - 1], environment=environment(device))
+                 tokens=rows[0]['tokens'], environment=environment(device))
     write_report(run_dir, rows, gates, records, about)
     return rows
 

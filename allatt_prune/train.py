@@ -52,6 +52,7 @@ class Recipe:
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char or word; empty: what the corpus usually is read in
     log_every: int = 100 # steps between records
+    eval_tokens: int = 0 # so many from the beginning of validation and of test text are scored at the end; 0: all
 
     def __post_init__(self):
         if isinstance(self.cutoffs, list): self.cutoffs = tuple(self.cutoffs)          # as JSON has it
@@ -95,7 +96,7 @@ RECIPES = dict(
                 prune_steps=850, prune_warmup=80, prune_lr=2e-3,
                 lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, corpus='pydocs'))
 _books = replace(RECIPES['tiny'], d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05, lam_warmup=100, log_every=25)
-RECIPES['books'] = replace(_books, seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100, corpus='books8.xz')
+RECIPES['books'] = replace(_books, seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100, eval_tokens=500_000, corpus='books8.xz')
 RECIPES['books-word'] = replace(_books, lam=.03, steps=1500, warmup=150, prune_steps=1500, prune_warmup=150, cutoffs=(2_000, 10_000), corpus='books-word')
 
 def get_recipe(
