@@ -62,6 +62,7 @@ class Recipe:
         need(g <= n, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         c = self.cutoffs
         need(all(type(x) is int and x > 0 for x in c) and list(c) == sorted(set(c)), 'cutoffs', c, 'not increasing whole numbers', 'give some, or none')
+        need(self.eval_tokens != 1, 'eval_tokens', 1, 'nothing to predict', 'give 2 or more, or 0 for all')
         need(self.unit in ('', 'char', 'word'), 'unit', self.unit, 'unknown', 'give char or word')
         self.config(1)
 
