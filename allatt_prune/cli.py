@@ -217,7 +217,7 @@ def time_table(
 
 # %% ../nbs/11_cli.ipynb #c036
 class _Parser(argparse.ArgumentParser):
-    def error(self, message): raise ValueError(message)
+    def error(self, message): raise ValueError(f'{message}; see allatt-prune --help')
 
 def _parser():
     p = _Parser(prog='allatt-prune', description='Layer-wise pruning of attention heads.', allow_abbrev=False)
@@ -227,23 +227,23 @@ def _parser():
                           'Train a baseline, gate its heads, remove the closed ones, evaluate and time. Every setting of the recipe is an option.'))
     _time_options(_command(jobs, 'time', 'time attention, plain and fast, whole and pruned', SHAPE,
                            'Time training and reading of a recipe\'s model, with random weights, on real text, against a matrix product.'))
-    _evaluate_options(_command(jobs, 'evaluate', 'score a text with a saved model', ('mem_len', 'batch'), 'How well a saved model predicts a text it was not trained on.'))
-    get = _command(jobs, 'download', 'fetch and prepare a corpus', (), 'Fetch a corpus, check it and prepare it for training. Any file or folder can be prepared, too.')
+    _evaluate_options(_command(jobs, 'evaluate', 'score a text with a saved model', (), 'How well a saved model predicts a text that it was not trained on.', ' MODEL'))
+    get = _command(jobs, 'download', 'fetch and prepare a corpus', (), 'Fetch a corpus, check it and prepare it for training. Any file or folder can be prepared, too.', ' CORPUS')
     get.add_argument('corpus', help=f"{', '.join(NAMES)}, or a file or folder")
     get.add_argument('--unit', help='char or word')
     return p
 
 _kinds = {tuple: 'int,int,...'}
 
-def _command(jobs, name, help, settings, description):
-    job = jobs.add_parser(name, help=help, description=description, allow_abbrev=False, usage='%(prog)s [options]')
+def _command(jobs, name, help, settings, description, needs=''):
+    job = jobs.add_parser(name, help=help, description=description, allow_abbrev=False, usage=f'%(prog)s [options]{needs}')
     docs = docments(Recipe)
     job.add_argument('--cache', help='folder for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or the cache folder of the user)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
     if name != 'download': job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     for f in fields(Recipe):
         if f.name in settings: job.add_argument('--' + f.name.replace('_', '-'), metavar=_kinds.get(f.type, f.type.__name__),
-                                                help=f"{docs[f.name]}" + (f" (tiny: {getattr(RECIPES['tiny'], f.name)})" if name in ('run', 'time') else ''))
+                                                help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
     return job
 
 def _run_options(job):
@@ -252,6 +252,8 @@ def _run_options(job):
 
 def _evaluate_options(job):
     job.add_argument('model', help='folder of the model, as runs/tiny/pruned')
+    job.add_argument('--batch', metavar='int', help='streams; more is faster, but each begins without memory (default: 1, the figure to report)')
+    job.add_argument('--mem-len', metavar='int', help='memory length (default: that of the training)')
     job.add_argument('--corpus', default='pydocs', help='name, file or folder (default: pydocs)')
     job.add_argument('--unit', help='char or word')
     job.add_argument('--split', default='valid', help='train, valid or test (default: valid)')

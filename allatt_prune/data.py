@@ -77,6 +77,7 @@ def _unpacked(f, path, size): # pieces of what a packed file holds
         if read > most: raise DataError(f'corpus={path}: unpacks to more than 200 times its size, which no text does; unpack it yourself')
         yield piece
 
+# %% ../nbs/00_data.ipynb #c015
 def blocks(
     path: Path, # a text in UTF-8; plain, .gz, .xz or .zip
     size: int = 2**22 # bytes of a block, about
@@ -100,7 +101,7 @@ def _checked(block, path, at): # text, or an error that says where it is not
     if b'\0' in block: raise DataError(f'corpus={path}: a NUL at byte {at + block.index(0)}, which is no text; give a text file')
     return block.removeprefix(b'\xef\xbb\xbf') if at == 0 else block
 
-# %% ../nbs/00_data.ipynb #c017
+# %% ../nbs/00_data.ipynb #c019
 @dataclass
 class Corpus:
     "Three 1-D integer arrays, the symbols that they index, and what one symbol is."
@@ -127,7 +128,7 @@ def vocab_hash(
     "A name for a vocabulary."
     return _digest(unit, vocab)[:12]
 
-# %% ../nbs/00_data.ipynb #c019
+# %% ../nbs/00_data.ipynb #c021
 def _numbers(pieces, unit, seen): # provisional numbers of a text that arrives in pieces
     for piece in pieces:
         if unit == 'char': yield np.frombuffer(piece.decode().encode('utf-32-le'), '<u4')
@@ -146,7 +147,7 @@ def _vocabulary(train, later, seen, unit): # counts of the provisional numbers i
     table[ids] = np.arange(len(ids))
     return vocab, table
 
-# %% ../nbs/00_data.ipynb #c021
+# %% ../nbs/00_data.ipynb #c023
 def _prepare(
     parts: list[Iterable[bytes]], # pieces of training, validation and test text; or of a text to be cut
     unit: str,
@@ -183,7 +184,7 @@ def _opened(folder, name): # the corpus in a prepared folder; None if it is not 
         return Corpus(name, ids[:i], ids[i:j], ids[j:], vocab, about['unit']) if len(ids) == n else None
     except (OSError, ValueError, KeyError, TypeError): return None
 
-# %% ../nbs/00_data.ipynb #c027
+# %% ../nbs/00_data.ipynb #c029
 _wiki = lambda n: tuple(f'wikitext-{n}/wiki.{s}.tokens' for s in ('train', 'valid', 'test'))
 SOURCES = { # address, SHA-256, the members that are the text
     'wikitext-103': ('https://wikitext.smerity.com/wikitext-103-v1.zip', '242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590', _wiki(103)),
@@ -224,7 +225,7 @@ def _fetch(name, folder): # the text files of a corpus, from the net unless its 
         raise DataError(f'corpus={name}: {url}: {why}; try again later, or put the file at {folder/Path(url).name}') from e
     return [_extract(file, m, folder/Path(m).name) for m in members]
 
-# %% ../nbs/00_data.ipynb #c029
+# %% ../nbs/00_data.ipynb #c031
 def _splits(folder): # the three files of a folder that is cut already, and their unit; None for any other folder
     for pattern, unit in (('wiki.{}.tokens', 'word'), ('{}.txt', 'char')):
         names = [pattern.format(s) for s in ('train', 'valid', 'test')]
@@ -263,7 +264,7 @@ def _pieces(files, unit, books): # of one part
             last = piece or last
         if unit == 'word' and last and not last.endswith(b'\n'): yield b'\n'
 
-# %% ../nbs/00_data.ipynb #c031
+# %% ../nbs/00_data.ipynb #c033
 NAMES = ('pydocs', *SOURCES)
 
 def _stamp(parts): # what is known of files without reading them
@@ -279,6 +280,7 @@ def _content(parts): # hashes of files
             with open(path, 'rb') as f: hashes[-1].append(hashlib.file_digest(f, 'sha256').hexdigest())
     return hashes
 
+# %% ../nbs/00_data.ipynb #c034
 def _stored(folder, name, parts, unit): # prepare in a temporary folder, and rename it
     tmp = Path(tempfile.mkdtemp(dir=folder.parent, suffix='.tmp'))
     try:
@@ -309,7 +311,7 @@ def _made(name, parts, unit, books, prepared): # the folder of a corpus that is 
     if parts and _stamp(parts) != stamp: raise DataError(f'corpus={name}: changed while it was read; try again')
     return folder
 
-# %% ../nbs/00_data.ipynb #c032
+# %% ../nbs/00_data.ipynb #c035
 def load_corpus(
     name_or_path: str|Path, # one of NAMES, or a file or folder of UTF-8 text
     cache: str|Path|None = None, # folder for downloads and prepared corpora, see `cache_folder`
@@ -333,7 +335,7 @@ def load_corpus(
             return _opened(folder, name)
     except OSError as e: raise OSError(f'cache={e.filename or cache}: {e.strerror or e}; choose another folder with cache or ALLATT_PRUNE_CACHE') from e
 
-# %% ../nbs/00_data.ipynb #c044
+# %% ../nbs/00_data.ipynb #c047
 class Streams:
     "Segment `i` of `b` parallel pieces of a text, and the same shifted by one: each continues segment `i-1`."
     def __init__(self,
