@@ -281,7 +281,7 @@ def _content(parts): # hashes of files
     return hashes
 
 # %% ../nbs/00_data.ipynb #c034
-def _stored(folder, name, parts, unit): # prepare in a temporary folder, and rename it
+def _stored(folder, name, parts, unit, unchanged): # prepare in a temporary folder, and rename it
     tmp = Path(tempfile.mkdtemp(dir=folder.parent, suffix='.tmp'))
     try:
         _prepare(parts, unit, tmp, name)
@@ -289,6 +289,7 @@ def _stored(folder, name, parts, unit): # prepare in a temporary folder, and ren
         n = len(corpus.train) + len(corpus.valid) + len(corpus.test)
         if name == 'text8' and unit == 'char' and (n, ''.join(corpus.vocab)) != (10**8, ' abcdefghijklmnopqrstuvwxyz'):
             raise DataError(f'corpus=text8: {n:,} characters of {len(corpus.vocab)} kinds, not 100,000,000 of 27; delete {folder.parents[1]/"text8"} and try again')
+        if not unchanged(): raise DataError(f'corpus={name}: changed while it was read; try again')
         tmp.chmod(0o755)                                                         # mkdtemp keeps a folder to its owner
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(tmp, folder)
@@ -307,8 +308,7 @@ def _made(name, parts, unit, books, prepared): # the folder of a corpus that is 
         stamp, content = _stamp(parts), _content(parts)
         pieces = [_pieces(files, unit, books) for files in parts]
     folder = prepared/_digest(1, unit, books, content)                           # 1: the format of such a folder
-    if not _opened(folder, name): _stored(folder, name, pieces, unit)
-    if parts and _stamp(parts) != stamp: raise DataError(f'corpus={name}: changed while it was read; try again')
+    if not _opened(folder, name): _stored(folder, name, pieces, unit, lambda: not parts or _stamp(parts) == stamp)
     return folder
 
 # %% ../nbs/00_data.ipynb #c035

@@ -349,6 +349,21 @@ def test_a_changed_file_is_noticed(home, monkeypatch):
     os.utime('a.txt', ns=(old.st_atime_ns, old.st_mtime_ns))
     assert 'gate' in (second := load_corpus('a.txt')).decode(second.train) and 'gate' not in first.decode(first.train)
 
+def test_a_file_that_changes_while_it_is_read(home, monkeypatch, capfd):
+    made('a.txt', TEXT)
+    hashed = data._content
+    def then_written(parts):
+        hashes = hashed(parts)
+        made('a.txt', TEXT * 2)
+        return hashes
+    monkeypatch.setattr(data, '_content', then_written)
+    with pytest.raises(data.DataError, match='changed while it was read; try again'): load_corpus('a.txt')
+    monkeypatch.undo()
+    monkeypatch.setenv('ALLATT_PRUNE_CACHE', str(home/'cache'))
+    assert len(load_corpus(home/'a.txt').train) == round(.9 * 2 * len(TEXT))
+    made(home/'b.txt', TEXT)
+    assert len(load_corpus(home/'b.txt').train) == round(.9 * len(TEXT))              # the hash of the old text stands for the old text
+
 def test_the_hash_of_old_files_is_remembered(home, monkeypatch):
     made('a.txt', TEXT)
     monkeypatch.setattr(data, '_settled', lambda parts: True)
