@@ -36,7 +36,7 @@ class LMConfig:
     cutoffs: list[int] = () # words at which a further band of the adaptive softmax begins; none: one band
     heads: list[int]|None = None # heads kept in each layer; None: all
     def __post_init__(self):
-        self.cutoffs = list(self.cutoffs)
+        self.cutoffs = list(self.cutoffs or ())
         for f, x in vars(self).items():
             if f in ('vocab', 'n_layer', 'd_model', 'n_head', 'seg_len'): need(x >= 1, f, x, 'too small', 'give 1 or more')
             if f in ('n_persistent', 'd_ff', 'mem_len'): need(x >= 0, f, x, 'negative', 'give 0 or more')

@@ -237,10 +237,11 @@ def evaluate(
     "Mean negative log-likelihood of a text."
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
     need(batch >= 1, 'batch', batch, 'no stream', 'give 1 or more')
+    ids = ids.long() if torch.is_tensor(ids) else torch.from_numpy(np.array(ids, np.int64))
     _known(ids, model, 'text')
     parallel = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
-    x, y = (a[rank::world].to(model.pos.device) for a in _pieces(torch.from_numpy(np.array(ids, np.int64)), batch))
+    x, y = (a[rank::world].to(model.pos.device) for a in _pieces(ids, batch))
     step = max(128, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
     mode, total, mems = model.training, torch.zeros((), dtype=torch.float64, device=x.device), None
     model.eval()
