@@ -29,7 +29,7 @@ def save(
     except OSError as e: raise OSError(f'checkpoint={path}: {e.strerror}; choose another folder') from e
     tmp = Path(tempfile.mkdtemp(prefix=f'.{path.name}-', dir=path.parent))
     try:
-        for name, part in (parts | dict(config=config)).items():
+        for name, part in (parts | dict(config=config | dict(parts=sorted(parts)))).items():
             if isinstance(part, dict) and part and all(map(torch.is_tensor, part.values())):
                 save_file({k: v.detach().cpu().contiguous() for k, v in part.items()}, tmp/f'{name}.safetensors')
             else: (tmp/f'{name}.json').write_text(json.dumps(part, indent=1, allow_nan=False) + '\n', encoding='utf-8')
@@ -50,8 +50,13 @@ def load(
         raise FileNotFoundError(f'checkpoint={path}: no config.json there; give a folder that save wrote')
     try:
         parts = {f.stem: json.loads(f.read_text(encoding='utf-8')) for f in sorted(path.glob('*.json'))}
-        return parts.pop('config'), parts | {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
-    except (ValueError, SafetensorError) as e: raise OSError(f'checkpoint={path}: damaged ({e}); save it again') from e
+        parts |= {f.stem: load_file(f) for f in sorted(path.glob('*.safetensors'))}
+        config = parts.pop('config')
+        missing = set(config.pop('parts', ())) - set(parts)
+    except (ValueError, TypeError, AttributeError, SafetensorError) as e: raise OSError(f'checkpoint={path}: damaged ({e}); save it again') from e
+    except OSError as e: raise OSError(f'checkpoint={e.filename or path}: {e.strerror or e}; check the file') from e
+    if missing: raise FileNotFoundError(f'checkpoint={path}: {min(missing)} is missing there; copy the folder as a whole')
+    return config, parts
 
 # %% ../nbs/05_checkpoint.ipynb #c013
 @patch
@@ -85,6 +90,8 @@ def from_pretrained(cls: HeadGates,
     "Rebuild the gates saved with a model."
     _, tensors = load(path)
     if 'gates' not in tensors: raise OSError(f'checkpoint={path}: no gates.safetensors there; give the folder of a gated model')
-    gates = cls(*tensors['gates']['log_alpha'].shape)
-    gates.load_state_dict(tensors['gates'])
+    try:
+        gates = cls(*tensors['gates']['log_alpha'].shape)
+        gates.load_state_dict(tensors['gates'])
+    except (KeyError, RuntimeError) as e: raise OSError(f'checkpoint={path}: gates.safetensors does not hold gates; give the folder of a gated model') from e
     return gates.eval()

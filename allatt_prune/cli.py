@@ -167,6 +167,7 @@ def run(
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
     text = load_corpus(recipe.corpus, cache, unit=recipe.unit or None)
     _long_enough(text, recipe)
+    need(text.unit == 'word' or not recipe.config(len(text.vocab)).cutoffs, 'cutoffs', recipe.cutoffs, 'characters are not in the order of their frequency', 'give none, or unit=word')
     try: run_dir.mkdir(parents=True)
     except OSError as e: raise OSError(f'run_dir={run_dir}: {e.strerror}; choose another one') from e
     (run_dir/'recipe.json').write_text(json.dumps(asdict(recipe), indent=1) + '\n', encoding='utf-8')
@@ -255,7 +256,7 @@ def _evaluate_options(job):
     job.add_argument('--batch', metavar='int', help='streams; more is faster, but each begins without memory (default: 1, the figure to report)')
     job.add_argument('--mem-len', metavar='int', help='memory length (default: that of the training)')
     job.add_argument('--corpus', default='pydocs', help='name, file or folder (default: pydocs)')
-    job.add_argument('--unit', help='char or word')
+    job.add_argument('--unit', help='char or word (default: that of the model)')
     job.add_argument('--split', default='valid', help='train, valid or test (default: valid)')
 
 def _time_options(job):
@@ -311,8 +312,10 @@ def _evaluate(args, changes):
     device = pick_device(args.device)
     need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
     model, (_, parts) = LM.from_pretrained(args.model).to(device), checkpoint.load(args.model)
-    text = load_corpus(args.corpus, args.cache, unit=args.unit)
-    if 'vocab' in parts and (mine := vocab_hash(parts['vocab']['unit'], parts['vocab']['symbols'])) != text.hash:
+    try: known = 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols'])
+    except (KeyError, TypeError) as e: raise OSError(f'checkpoint={args.model}: vocab.json is damaged; save it again') from e
+    text = load_corpus(args.corpus, args.cache, unit=args.unit or known and known[0] or None)
+    if known and (mine := vocab_hash(*known)) != text.hash:
         raise DataError(f'corpus={args.corpus}: its vocabulary {text.hash} is not {mine}, that of the model; give the corpus that the model was trained on')
     if 'mem_len' in changes: model = model.with_memory(changes['mem_len'])
     z = HeadGates.from_pretrained(args.model).to(device)() if 'gates' in parts else None

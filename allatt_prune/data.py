@@ -39,7 +39,7 @@ def _docstrings(
     return [d for n in ast.walk(tree) if isinstance(n, kinds) and (d := ast.get_docstring(n))]
 
 def _shuffled(names): # the same order on every machine, whatever the names
-    return sorted(names, key=lambda k: hashlib.sha256(k.encode()).digest())
+    return sorted(names, key=lambda k: hashlib.sha256(os.fsencode(k)).digest())
 
 def pydocs() -> str:
     "The documentation that comes with this Python, as text8-like text of some 2 million characters."
@@ -61,14 +61,16 @@ _BROKEN = OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma
 def _member(archive, path, name=None): # a file in a zip archive: of that name, or the only one
     for i in archive.infolist():
         if i.filename.startswith('/') or '..' in Path(i.filename.replace('\\', '/')).parts or stat.S_ISLNK(i.external_attr >> 16):
-            raise DataError(f'corpus={path}: its member {i.filename!r} points outside the archive; get it from a source you trust')
-    files = [i for i in archive.infolist() if not i.is_dir() and name in (None, i.filename)]
+            raise DataError(f'corpus={path}: its member {i.filename!r} is a link or points outside the archive; get it from a source you trust')
+    files = [i for i in archive.infolist() if not i.is_dir() and not i.filename.startswith('__MACOSX/') and name in (None, i.filename)]
     if len(files) != 1: raise DataError(f'corpus={path}: {len(files)} files named {name or "anything"} in it, not one; unpack it and give the text')
     return archive.open(files[0])
 
+def _packing(path): return path.suffix.lower() if path.suffix.lower() in ('.gz', '.xz', '.zip') else ''
+
 def _open(path): # for reading bytes
-    if path.suffix == '.zip': return _member(zipfile.ZipFile(path), path)
-    return {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)(path, 'rb')
+    if _packing(path) == '.zip': return _member(zipfile.ZipFile(path), path)
+    return {'.gz': gzip.open, '.xz': lzma.open, '': open}[_packing(path)](path, 'rb')
 
 def _unpacked(f, path, size): # pieces of what a packed file holds
     read, most = 0, max(2**28, 200 * path.stat().st_size)
@@ -180,6 +182,7 @@ def _opened(folder, name): # the corpus in a prepared folder; None if it is not 
     try:
         about, vocab = (json.loads((folder/f).read_text(encoding='utf-8')) for f in ('corpus.json', 'vocab.json'))
         i, j, n = about['ends']
+        if not 0 < i <= j <= n or not isinstance(vocab, list) or not vocab or not all(isinstance(v, str) for v in vocab): return None
         ids = np.memmap(folder/'ids.bin', about['dtype'], 'r')
         return Corpus(name, ids[:i], ids[i:j], ids[j:], vocab, about['unit']) if len(ids) == n else None
     except (OSError, ValueError, KeyError, TypeError): return None
@@ -196,7 +199,7 @@ def cache_folder(
     cache: str|Path|None = None # a folder; None: that of the variable ALLATT_PRUNE_CACHE, or the user's cache folder
 ) -> Path:
     "Where downloads and prepared corpora are kept."
-    return Path(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune')).expanduser()
+    return Path(os.path.expanduser(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune')))
 
 def _get(url, file, _): # pooch's downloader; the host of WikiText refuses the default User-Agent
     with tqdm(total=1, desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None) as bar:
@@ -229,15 +232,18 @@ def _fetch(name, folder): # the text files of a corpus, from the net unless its 
 def _splits(folder): # the three files of a folder that is cut already, and their unit; None for any other folder
     for pattern, unit in (('wiki.{}.tokens', 'word'), ('{}.txt', 'char')):
         names = [pattern.format(s) for s in ('train', 'valid', 'test')]
-        found = [[p for end in ('', '.gz', '.xz', '.zip') if (p := folder/(n + end)).exists()] for n in names]
+        found = [[p for end in ('', '.gz', '.xz', '.zip') if (p := folder/(n + end)).is_file()] for n in names]
         if not any(found): continue
         for n, f in zip(names, found):
             if not f: raise FileNotFoundError(f'corpus={folder}: no {n} beside the others; put it there, plain or as .gz, .xz or .zip')
             if len(f) > 1: raise DataError(f'corpus={folder}: {f[0].name} and {f[1].name} are both there; keep one')
         return [[f] for f, in found], unit
 
-def _books(folder): # all texts in a folder
-    by_name = {p.relative_to(folder).as_posix(): p for p in folder.rglob('*') if p.suffix in ('.txt', '.md') and p.is_file()}
+def _books(folder): # all texts in a folder, in an order that does not depend on how they are packed
+    text, by_name = re.compile(r'(.*[.](txt|md))([.](gz|xz|zip))?', re.I | re.S), {}
+    for p in folder.rglob('*'):
+        found, hidden = text.fullmatch(p.name), any(part.startswith('.') for part in p.relative_to(folder).parts)
+        if found and not hidden and p.is_file(): by_name[p.relative_to(folder).with_name(found[1]).as_posix()] = p
     if not by_name: raise FileNotFoundError(f'corpus={folder}: no .txt, .md or wiki.train.tokens in this folder; give a folder with texts, or a file')
     return [by_name[n] for n in _shuffled(by_name)]
 
@@ -256,7 +262,7 @@ def _find(name): # files of each part; their unit, unless another is wanted; are
 def _pieces(files, unit, books): # of one part
     for f in files:
         if books:
-            yield normalize(b''.join(blocks(f)).decode()).strip().encode() + (b'\n' if unit == 'word' else b' ')
+            if text := normalize(b''.join(blocks(f)).decode()).strip(): yield text.encode() + (b'\n' if unit == 'word' else b' ')
             continue
         last = b''
         for piece in blocks(f):
@@ -272,12 +278,12 @@ def _stamp(parts): # what is known of files without reading them
 
 def _settled(parts): return all(time.time() - f.stat().st_ctime > 2 for files in parts for f in files)
 
-def _content(parts): # hashes of files
+def _content(parts): # how the files are packed, and their hashes
     hashes = []
     for files in parts:
         hashes.append([])
         for path in files:
-            with open(path, 'rb') as f: hashes[-1].append(hashlib.file_digest(f, 'sha256').hexdigest())
+            with open(path, 'rb') as f: hashes[-1].append([_packing(path), hashlib.file_digest(f, 'sha256').hexdigest()])
     return hashes
 
 # %% ../nbs/00_data.ipynb #c034
@@ -295,9 +301,10 @@ def _stored(folder, name, parts, unit, unchanged): # prepare in a temporary fold
         os.rename(tmp, folder)
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
-def _sweep(cache): # what killed processes left; only for the holder of the lock
-    for p in chain(cache.glob('prepared/*.tmp'), *(cache.glob(f'{name}/{end}') for name in SOURCES for end in ('tmp*', '*.tmp'))):
-        shutil.rmtree(p) if p.is_dir() else p.unlink()
+def _sweep(cache): # what killed processes left, and nothing else; only for the holder of the lock
+    for p in [p for folder in ('prepared', *SOURCES) for p in cache.glob(f'{folder}/*')]:
+        if re.fullmatch(r'tmp[a-z0-9_]{8}[.]tmp', p.name) and p.is_dir() and not p.is_symlink(): shutil.rmtree(p)
+        elif re.fullmatch(r'tmp[a-z0-9_]{8}|(wiki[.]\w+[.]tokens|text8)[.]tmp', p.name) and p.is_file(): p.unlink()
 
 def _made(name, parts, unit, books, prepared): # the folder of a corpus that is prepared now, unless its content has been before
     if name == 'pydocs':
@@ -320,10 +327,11 @@ def load_corpus(
     "Text as integers: fetched and prepared the first time, opened in no time after that. DataError or OSError if it cannot be used."
     name, cache = str(name_or_path), cache_folder(cache)
     if unit not in (None, 'char', 'word'): raise ValueError(f'unit={unit}: unknown; give char or word')
-    parts, usual, books, stamp = _find(name)
+    try: parts, usual, books, stamp = _find(name)
+    except OSError as e: raise e if e.errno is None else OSError(f'corpus={name}: {e.strerror}; check the path') from e
     prepared, unit = cache/'prepared', unit or usual
     known = prepared/f'{_digest(1, unit, books, stamp)}.txt'                       # holds the name of a folder
-    def opened(): return _opened(prepared/known.read_text(), name) if known.is_file() else None
+    def opened(): return _opened(prepared/known.read_text(errors='replace'), name) if known.is_file() else None
     try:
         if corpus := opened(): return corpus
         prepared.mkdir(parents=True, exist_ok=True)
@@ -333,7 +341,9 @@ def load_corpus(
             folder = _made(name, parts, unit, books, prepared)
             if not parts or _settled(parts): known.write_text(folder.name)
             return _opened(folder, name)
-    except OSError as e: raise OSError(f'cache={e.filename or cache}: {e.strerror or e}; choose another folder with cache or ALLATT_PRUNE_CACHE') from e
+    except OSError as e:
+        if e.filename and not Path(e.filename).absolute().is_relative_to(cache.absolute()): raise OSError(f'corpus={e.filename}: {e.strerror}; check the file') from e
+        raise OSError(f'cache={e.filename or cache}: {e.strerror or e}; choose another folder with cache or ALLATT_PRUNE_CACHE') from e
 
 # %% ../nbs/00_data.ipynb #c047
 class Streams:

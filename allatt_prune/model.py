@@ -237,6 +237,7 @@ def with_memory(
     mem_len: int # memory length S
 ) -> LM: # a new model; weights are copied
     "The same model with another memory length."
+    need(mem_len >= 1, 'mem_len', mem_len, 'no memory', 'give 1 or more')
     new = LM(replace(self.cfg, mem_len=mem_len), self.attend).to(self.pos)
     rows, pos = new.cfg.window, self.pos.detach()
     more = pos[-1:].expand(max(0, rows - len(pos)), -1)

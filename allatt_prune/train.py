@@ -52,7 +52,7 @@ class Recipe:
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char or word; empty: what the corpus usually is read in
     log_every: int = 100 # steps between records
-    eval_tokens: int = 0 # so many from the beginning of validation and of test text are scored at the end; 0: all
+    eval_tokens: int = 0 # validation and test text are cut to so many for the last evaluation; 0: not at all
 
     def __post_init__(self):
         if isinstance(self.cutoffs, list): self.cutoffs = tuple(self.cutoffs)          # as JSON has it
@@ -91,14 +91,14 @@ RECIPES = dict(
     wt103=Recipe(n_layer=16, # §4.1.1
                  seg_len=192, mem_len=192, batch=96, # §4.1.2
                  cutoffs=(20_000, 40_000, 200_000), # of Transformer-XL; they explain Table 1's 19.6 M
-                 corpus='wikitext-103'), # §4.1.1
+                 corpus='wikitext-103', unit='word'), # §4.1.1
     tiny=Recipe(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
                 batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3,
                 prune_steps=850, prune_warmup=80, prune_lr=2e-3,
                 lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, corpus='pydocs'))
 _books = replace(RECIPES['tiny'], d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05, lam_warmup=100, log_every=25)
 RECIPES['books'] = replace(_books, seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100, eval_tokens=500_000, corpus='books8.xz')
-RECIPES['books-word'] = replace(_books, lam=.03, steps=1500, warmup=150, prune_steps=1500, prune_warmup=150, cutoffs=(2_000, 10_000), corpus='books-word')
+RECIPES['books-word'] = replace(_books, lam=.03, steps=1500, warmup=150, prune_steps=1500, prune_warmup=150, cutoffs=(2_000, 10_000), corpus='books-word', unit='word')
 
 def get_recipe(
     name: str, # one of RECIPES

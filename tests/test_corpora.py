@@ -1,5 +1,5 @@
 "Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
-import gzip, hashlib, io, lzma, os, random, signal, stat, subprocess, sys, threading, time, zipfile
+import gzip, hashlib, io, lzma, os, random, shutil, signal, stat, subprocess, sys, threading, time, zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -149,9 +149,9 @@ def with_link():
     return out.getvalue()
 
 EVIL = {
-    'parent': (zipped({'../evil': 'x', 'wikitext-2/wiki.train.tokens': 'a b'}), "'../evil' points outside"),
+    'parent': (zipped({'../evil': 'x', 'wikitext-2/wiki.train.tokens': 'a b'}), "'../evil' is a link or points outside"),
     'backslash': (zipped({'..\\evil': 'x'}), 'points outside'),
-    'absolute': (zipped({'/tmp/evil': 'x'}), "'/tmp/evil' points outside"),
+    'absolute': (zipped({'/tmp/evil': 'x'}), "'/tmp/evil' is a link or points outside"),
     'link': (with_link(), 'points outside'),
     'missing': (zipped({'wikitext-2/other': 'x'}), '0 files named wikitext-2/wiki.train.tokens'),
     'damaged': (GOOD[:200] + bytes(100) + GOOD[300:], 'cannot be'),
@@ -282,7 +282,7 @@ BAD = [ # what is there, the corpus that is asked for, exit status, what the lin
     ({'d/e': TEXT}, 'd', 1, 'corpus=d: no .txt'),
     ({'d/train.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'no valid.txt'),
     ({'d/wiki.train.tokens': TEXT}, 'd', 1, 'no wiki.valid.tokens'),
-    ({'d/train.txt': None, 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'd/train.txt'),
+    ({'d/train.txt': None, 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'corpus=d: no train.txt'),
     ({'d/train.txt': TEXT, 'd/train.txt.gz': TEXT, 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'both there'),
     ({'d/train.txt': ' ', 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 1, 'no text in it'),
     ({'a.txt.gz': TEXT}, 'a.txt.gz', 1, 'cannot be read'),
@@ -337,6 +337,10 @@ def test_books(home):
     texts = 'persuasion vanity sir walter elliot of kellynch hall in one eight one eight', 'emma handsome clever and rich three volumes'
     assert whole(chars) in (f'{a} {b} ' for a, b in (texts, texts[::-1]))
     assert whole(words).count('<eos>') == 2 and load_corpus(home/'books').hash == chars.hash
+    made('books/empty.md', '--- 漢字 ---'), made('books/._Emma.txt', b'\xff')
+    assert whole(load_corpus('books')) == whole(chars)
+    made('books/deep/Emma.txt.XZ', lzma.compress(Path('books/deep/Emma.txt').read_bytes())), os.remove('books/deep/Emma.txt')
+    assert whole(load_corpus('books')) == whole(chars) and load_corpus('books', unit='word').hash == words.hash
     made('books/bad.txt', b'\xff')
     with pytest.raises(data.DataError, match='books/bad.txt: not UTF-8 at byte 0'): load_corpus('books')
 
@@ -370,6 +374,34 @@ def test_the_hash_of_old_files_is_remembered(home, monkeypatch):
     load_corpus('a.txt')
     monkeypatch.setattr(data, '_content', pytest.fail)
     assert len(load_corpus('a.txt').test)
+
+def test_how_a_file_is_packed_is_part_of_what_it_is(home):
+    made('a.txt.gz', gzip.compress(TEXT.encode()))
+    load_corpus('a.txt.gz')
+    os.rename('a.txt.gz', 'a.bin')
+    with pytest.raises(data.DataError, match='not UTF-8 at byte 1'): load_corpus('a.bin')
+
+def test_a_pipe_is_not_read(home, capfd):
+    made('d/valid.txt', TEXT), made('d/test.txt', TEXT)
+    os.mkfifo('d/train.txt')
+    with pytest.raises(SystemExit): main(['download', 'd'])
+    assert 'corpus=d: no train.txt' in capfd.readouterr().err
+
+def test_only_our_own_leftovers_are_swept(home):
+    for path in ('cache/text8/tmp_my_notes.txt', 'cache/text8/tmpdir/x', 'cache/prepared/mine.tmp/x'): made(path, 'precious')
+    (home/'cache'/'prepared'/'tmpabcdefgh.tmp').symlink_to(home/'cache'/'text8')
+    for path in ('cache/text8/tmp0a1b2c3d', 'cache/wikitext-2/wiki.train.tokens.tmp', 'cache/prepared/tmp0a1b2c3d.tmp/ids.bin'): made(path, 'half')
+    made('a.txt', TEXT)
+    load_corpus('a.txt')
+    left = {p.name for p in (home/'cache').rglob('*') if p.is_file() and p.name not in ('lock', 'corpus.json', 'vocab.json') and p.stat().st_size < 9}
+    assert left == {'tmp_my_notes.txt', 'x'}
+
+def test_a_text_that_cannot_be_opened_is_not_the_fault_of_the_cache(home, capfd, monkeypatch):
+    made('a.txt', TEXT)
+    def no(parts): raise PermissionError(13, 'Permission denied', 'a.txt')
+    monkeypatch.setattr(data, '_content', no)
+    refused(capfd, 'download a.txt', 'corpus=a.txt: Permission denied')
+    refused(capfd, 'download ' + 'x' * 300 + '/y', 'corpus=xxx', 'File name too long')
 
 def test_an_unwritable_cache(home, capfd):
     made('a.txt', TEXT), made('file', 'x')
@@ -409,6 +441,14 @@ def test_evaluate_refuses(trained, capfd):
     refused(capfd, 'evaluate r/pruned --corpus b.txt', 'corpus=b.txt', mine, other)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --unit word', 'corpus=a.txt', mine, prepares=True)
     refused(capfd, 'evaluate r/none --corpus a.txt', 'checkpoint=r/none')
+    for part in ('gates.safetensors', 'vocab.json'):
+        shutil.copytree('r/gated', f'no-{part}')
+        os.remove(f'no-{part}/{part}')
+        refused(capfd, f'evaluate no-{part} --corpus a.txt', part.partition('.')[0] + ' is missing there')
+    shutil.copytree('r/gated', 'odd')
+    made('odd/vocab.json', '[]')
+    refused(capfd, 'evaluate odd --corpus a.txt', 'vocab.json is damaged')
+    refused(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=(2, 5)', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
