@@ -43,8 +43,8 @@ def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     kept = sum(map(sum, recorded['keep']))
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
 
-def test_the_table_of_words_is_that_of_its_file():
+def test_the_tables_of_books_are_those_of_their_files():
     from allatt_prune.cli import table
-    recorded = json.loads((ROOT/'nbs'/'results'/'words.json').read_text(encoding='utf-8'))
-    shown = next(''.join(o['data']['text/markdown']) for c in cells(ROOT/'nbs'/'experiments'/'words.ipynb') for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {}))
-    assert shown == table(recorded['rows'])
+    recorded = [json.loads((ROOT/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8')) for name in ('books-word', 'books')]
+    outputs = [o['data'] for c in cells(ROOT/'nbs'/'experiments'/'books.ipynb') for o in c.get('outputs', []) if 'data' in o]
+    assert [''.join(d['text/markdown']) for d in outputs if 'text/markdown' in d] == [table(r['rows']) for r in recorded]
