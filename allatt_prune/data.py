@@ -91,6 +91,7 @@ def blocks(
             for piece in chain(_unpacked(f, path, size), [b'']):
                 whole = rest + piece
                 cut = max(whole.rfind(b'\n'), whole.rfind(b' ')) + 1 if piece else len(whole)
+                if not cut and len(whole) > 4*size: cut = next((i for i in range(len(whole) - 1, 0, -1) if whole[i] & 0xc0 != 0x80), 0) # a character begins there
                 block, rest = whole[:cut], whole[cut:]
                 yield _checked(block, path, at).replace(b'\r\n', b'\n')
                 at += cut
