@@ -1,6 +1,7 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
 import json, os, signal, subprocess, sys, time
 import pytest
+from allatt_prune.cli import main
 
 TOY = ('--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 4 --log-every 5 --steps 12 --warmup 2 '
        '--prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5').split()
@@ -61,18 +62,24 @@ REFUSED = [ # arguments, exit status, what the line must name
 ]
 
 @pytest.mark.parametrize('args,status,named', REFUSED, ids=[a for a, *_ in REFUSED])
-def test_refused_in_one_line_and_nothing_written(folder, args, status, named):
+def test_refused_in_one_line_and_nothing_written(folder, monkeypatch, capfd, args, status, named): # in this process, which has torch loaded already
     before = state(folder)
     corpus = [] if '--corpus' in args else ['--corpus', 'own.txt']
-    done = command('run', *TOY, *corpus, *args.split(), cwd=folder)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == status, done.stderr
-    assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], done.stderr
-    assert done.stdout == '' and state(folder) == before
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end: main(['run', *TOY, *corpus, *args.split()])
+    out, err = capfd.readouterr()
+    lines = err.strip().splitlines()
+    assert end.value.code == status, err
+    assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], err
+    assert out == '' and state(folder) == before
 
 def test_debug_shows_the_traceback(folder):
     done = command('run', '--recipe', 'huge', '--debug', cwd=folder)
     assert done.returncode != 0 and 'Traceback' in done.stderr
+
+def test_refused_by_the_process_itself(folder):
+    done = command('run', '--recipe', 'huge', cwd=folder)
+    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1) and done.stderr.startswith('allatt-prune: error: recipe=huge')
 
 def test_without_a_command(folder):
     done = command(cwd=folder)
