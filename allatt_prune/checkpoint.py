@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['save', 'load']
 
-# %% ../nbs/05_checkpoint.ipynb #c003
+# %% ../nbs/05_checkpoint.ipynb #8f814c58
 import json, os, shutil, tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from .gates import HeadGates
 from .model import LM, LMConfig
 
-# %% ../nbs/05_checkpoint.ipynb #c006
+# %% ../nbs/05_checkpoint.ipynb #792b7fcb
 def save(
     path: str|Path, # folder to create
     config: dict, # anything that JSON can hold -> config.json
@@ -40,7 +40,7 @@ def save(
         shutil.rmtree(tmp, ignore_errors=True)
         raise
 
-# %% ../nbs/05_checkpoint.ipynb #c008
+# %% ../nbs/05_checkpoint.ipynb #5d596437
 def load(
     path: str|Path # a folder written by `save`
 ) -> tuple[dict, dict]: # config, and the other parts by name
@@ -58,7 +58,7 @@ def load(
     if missing: raise FileNotFoundError(f'checkpoint={path}: {min(missing)} is missing there; copy the folder as a whole')
     return config, parts
 
-# %% ../nbs/05_checkpoint.ipynb #c013
+# %% ../nbs/05_checkpoint.ipynb #3605f573
 @patch
 def save_pretrained(self: LM,
     path: str|Path, # folder to create
@@ -82,7 +82,7 @@ def from_pretrained(cls: LM,
         raise OSError(f'checkpoint={path}: not a saved model ({why}); give the folder of one') from e
     return model.eval()
 
-# %% ../nbs/05_checkpoint.ipynb #c015
+# %% ../nbs/05_checkpoint.ipynb #e253ac19
 @patch(cls_method=True)
 def from_pretrained(cls: HeadGates,
     path: str|Path # folder of a model that was saved with `gates=gates.state_dict()`

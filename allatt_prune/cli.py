@@ -6,7 +6,7 @@
 __all__ = ['SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device', 'run',
            'time_recipe', 'time_table', 'main']
 
-# %% ../nbs/11_cli.ipynb #c003
+# %% ../nbs/11_cli.ipynb #a7644bb1
 import argparse, copy, json, math, os, platform, re, subprocess, sys, tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from .remove import remove_heads
 from .timing import benchmark, check_kept, count_macs, count_params, error, peak_memory, ratios, time_in_turns
 from .train import RECIPES, Recipe, evaluate, get_recipe, train
 
-# %% ../nbs/11_cli.ipynb #c006
+# %% ../nbs/11_cli.ipynb #19750202
 def prune_path(
     recipe: Recipe,
     corpus: Corpus,
@@ -44,7 +44,7 @@ def prune_path(
     pruned.save_pretrained(run_dir/'pruned', vocab=vocab)
     return dict(baseline=baseline, gated=gated, pruned=pruned, control=control), gates, records
 
-# %% ../nbs/11_cli.ipynb #c008
+# %% ../nbs/11_cli.ipynb #8f011a9e
 def measure(
     models: dict[str, LM], # 'baseline' is what the others are compared with; 'gated' gets the gates
     gates: HeadGates, # frozen
@@ -56,10 +56,11 @@ def measure(
     cfg = models['baseline'].cfg
     n = cfg.mem_len + cfg.seg_len + 1
     text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
-    targets, edges = text[:, -cfg.seg_len:], torch.tensor([0, *cfg.cutoffs, cfg.vocab])
+    targets = text[:, -cfg.seg_len:]
     zs = [gates() if name == 'gated' else None for name in models]
     times = time_in_turns(list(models.values()), text[:, :-1], zs, targets)
-    shares = [((a <= targets) & (targets < b)).float().mean().item() for a, b in edges.unfold(0, 2, 1)]
+    band = models['baseline'].words.band(targets)
+    shares = [(band == i).float().mean().item() for i in range(len(cfg.cutoffs) + 1)]
     macs = count_macs(cfg, batch, shares=shares)['total']
     rows = []
     for (name, m), z, t in zip(models.items(), zs, times):
@@ -83,7 +84,7 @@ def table(
         f"| {r['model']} | {r['heads']} of {r['of']} | {r['blocks']:,} | {r['macs']:,} | {r['valid']:.{digits}f} | {r['test']:.{digits}f} "
         f"| {r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows])
 
-# %% ../nbs/11_cli.ipynb #c010
+# %% ../nbs/11_cli.ipynb #b89d1f33
 def _ask(*command): # first line that a command prints in the package's folder; '' if it fails
     here = Path(checkpoint.__file__).parent
     try: return subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=here).stdout.partition('\n')[0]
@@ -104,7 +105,7 @@ def environment(
     return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(),
                 torch=torch.__version__, allatt_prune=__version__, commit=commit or 'unknown', **allocator)
 
-# %% ../nbs/11_cli.ipynb #c011
+# %% ../nbs/11_cli.ipynb #87d901e4
 def write_report(
     run_dir: Path,
     rows: list[dict], # from `measure`
@@ -136,7 +137,7 @@ Validation is over {about['tokens'][0]:,} {about['unit']}s and test over {about[
     found = dict(rows=rows, keep=keep.int().tolist(), **about)
     (run_dir/'report.json').write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
-# %% ../nbs/11_cli.ipynb #c013
+# %% ../nbs/11_cli.ipynb #05803c9a
 def pick_device(
     name: str # auto, cpu, cuda or cuda:N
 ) -> str:
@@ -178,7 +179,7 @@ def run(
     write_report(run_dir, rows, gates, records, about)
     return rows
 
-# %% ../nbs/11_cli.ipynb #c033
+# %% ../nbs/11_cli.ipynb #5d349e62
 SHAPE = ('n_layer', 'd_model', 'n_head', 'n_persistent', 'd_ff', 'seg_len', 'mem_len', 'batch', 'seed') # settings that matter for time
 ON_CPU = dict(text8=dict(seg_len=192, mem_len=192, batch=4), wt103=dict(batch=4))
 
@@ -216,7 +217,7 @@ def time_table(
     wrong = f"- largest error of one layer against float64: {found['error']:.1e}"
     return '\n'.join(lines + [''] + [f'- {name}: {x:.3f}' for name, x in found['ratios'].items()] + [wrong])
 
-# %% ../nbs/11_cli.ipynb #c036
+# %% ../nbs/11_cli.ipynb #a356681f
 class _Parser(argparse.ArgumentParser):
     def error(self, message): raise ValueError(f'{message}; see allatt-prune --help')
 
@@ -247,6 +248,7 @@ def _command(jobs, name, help, settings, description, needs=''):
                                                 help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
     return job
 
+# %% ../nbs/11_cli.ipynb #daec881a
 def _run_options(job):
     job.add_argument('--recipe', default='tiny', help=f"{', '.join(RECIPES)} (default: tiny)")
     job.add_argument('--run-dir', help='folder to create (default: runs/RECIPE)')
@@ -270,7 +272,7 @@ def _time_options(job):
     job.add_argument('--warmup', default='2', help='runs of each job before the first round (default: 2)')
     job.add_argument('--json', help='file to write, for machines')
 
-# %% ../nbs/11_cli.ipynb #c038
+# %% ../nbs/11_cli.ipynb #334b99c1
 def _convert(f, text): # an option's text as the type of its field
     kinds = {bool: lambda t: dict(true=True, false=False)[t.lower()], tuple: lambda t: tuple(int(x) for x in t.split(',') if x)}
     kind = kinds.get(f.type, f.type)
@@ -339,7 +341,7 @@ def _run(argv):
     recipe, run_dir = get_recipe(args.recipe, **changes), args.run_dir or f'runs/{args.recipe}'
     print(table(run(recipe, None, run_dir, args.device, args.cache)), f"\nreport: {Path(run_dir)/'report.md'}", sep='\n')
 
-# %% ../nbs/11_cli.ipynb #c040
+# %% ../nbs/11_cli.ipynb #8bf99997
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
     argv = sys.argv[1:] if argv is None else argv

@@ -6,7 +6,7 @@
 __all__ = ['SOURCES', 'NAMES', 'normalize', 'pydocs', 'DataError', 'blocks', 'Corpus', 'vocab_hash', 'cache_folder',
            'load_corpus', 'Streams']
 
-# %% ../nbs/00_data.ipynb #c003
+# %% ../nbs/00_data.ipynb #d8ad3ae6
 import ast, gzip, hashlib, json, lzma, os, re, shutil, stat, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
-# %% ../nbs/00_data.ipynb #c006
+# %% ../nbs/00_data.ipynb #12e0299a
 _digits = dict(zip('0123456789', 'zero one two three four five six seven eight nine'.split()))
 
 def normalize(
@@ -29,7 +29,7 @@ def normalize(
     text = re.sub('[0-9]', lambda m: f' {_digits[m[0]]} ', text.lower())
     return re.sub('[^a-z]+', ' ', text)
 
-# %% ../nbs/00_data.ipynb #c009
+# %% ../nbs/00_data.ipynb #59ddc5d8
 def _docstrings(
     path: Path # a Python source file
 ) -> list[str]: # its docstrings, in no particular order
@@ -53,7 +53,7 @@ def pydocs() -> str:
     paragraphs = dict.fromkeys(p for k in _shuffled(docs) for p in docs[k].split('\n\n'))
     return normalize(' '.join(paragraphs))
 
-# %% ../nbs/00_data.ipynb #c013
+# %% ../nbs/00_data.ipynb #16e22d37
 class DataError(ValueError): "A text that cannot be used; the message names it and what to do."
 
 _BROKEN = OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile # how unpacking fails
@@ -79,7 +79,7 @@ def _unpacked(f, path, size): # pieces of what a packed file holds
         if read > most: raise DataError(f'corpus={path}: unpacks to more than 200 times its size, which no text does; unpack it yourself')
         yield piece
 
-# %% ../nbs/00_data.ipynb #c015
+# %% ../nbs/00_data.ipynb #5182d69f
 def blocks(
     path: Path, # a text in UTF-8; plain, .gz, .xz or .zip
     size: int = 2**22 # bytes of a block, about
@@ -104,7 +104,7 @@ def _checked(block, path, at): # text, or an error that says where it is not
     if b'\0' in block: raise DataError(f'corpus={path}: a NUL at byte {at + block.index(0)}, which is no text; give a text file')
     return block.removeprefix(b'\xef\xbb\xbf') if at == 0 else block
 
-# %% ../nbs/00_data.ipynb #c019
+# %% ../nbs/00_data.ipynb #ca295ec5
 @dataclass
 class Corpus:
     "Three 1-D integer arrays, the symbols that they index, and what one symbol is."
@@ -131,7 +131,7 @@ def vocab_hash(
     "A name for a vocabulary."
     return _digest(unit, vocab)[:12]
 
-# %% ../nbs/00_data.ipynb #c021
+# %% ../nbs/00_data.ipynb #f7e89f66
 def _numbers(pieces, unit, seen): # provisional numbers of a text that arrives in pieces
     for piece in pieces:
         if unit == 'char': yield np.frombuffer(piece.decode().encode('utf-32-le'), '<u4')
@@ -150,7 +150,7 @@ def _vocabulary(train, later, seen, unit): # counts of the provisional numbers i
     table[ids] = np.arange(len(ids))
     return vocab, table
 
-# %% ../nbs/00_data.ipynb #c023
+# %% ../nbs/00_data.ipynb #e5c41b4d
 def _prepare(
     parts: list[Iterable[bytes]], # pieces of training, validation and test text; or of a text to be cut
     unit: str,
@@ -188,7 +188,7 @@ def _opened(folder, name): # the corpus in a prepared folder; None if it is not 
         return Corpus(name, ids[:i], ids[i:j], ids[j:], vocab, about['unit']) if len(ids) == n else None
     except (OSError, ValueError, KeyError, TypeError): return None
 
-# %% ../nbs/00_data.ipynb #c029
+# %% ../nbs/00_data.ipynb #a42f63ac
 _wiki = lambda n: tuple(f'wikitext-{n}/wiki.{s}.tokens' for s in ('train', 'valid', 'test'))
 SOURCES = { # address, SHA-256, the members that are the text
     'wikitext-103': ('https://wikitext.smerity.com/wikitext-103-v1.zip', '242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590', _wiki(103)),
@@ -202,6 +202,7 @@ def cache_folder(
     "Where downloads and prepared corpora are kept."
     return Path(os.path.expanduser(cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune')))
 
+# %% ../nbs/00_data.ipynb #9fc31315
 def _get(url, file, _): # pooch's downloader; the host of WikiText refuses the default User-Agent
     with tqdm(total=1, desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None) as bar:
         pooch.HTTPDownloader(progressbar=bar, headers={'User-Agent': 'allatt_prune'}, chunk_size=2**16, timeout=30)(url, file, _)
@@ -229,7 +230,7 @@ def _fetch(name, folder): # the text files of a corpus, from the net unless its 
         raise DataError(f'corpus={name}: {url}: {why}; try again later, or put the file at {folder/Path(url).name}') from e
     return [_extract(file, m, folder/Path(m).name) for m in members]
 
-# %% ../nbs/00_data.ipynb #c031
+# %% ../nbs/00_data.ipynb #b4cfadc3
 def _splits(folder): # the three files of a folder that is cut already, and their unit; None for any other folder
     for pattern, unit in (('wiki.{}.tokens', 'word'), ('{}.txt', 'char')):
         names = [pattern.format(s) for s in ('train', 'valid', 'test')]
@@ -260,6 +261,7 @@ def _find(name): # files of each part; their unit, unless another is wanted; are
     else: raise ValueError(f"corpus={name}: neither a corpus ({', '.join(NAMES)}) nor a file; give one of them")
     return parts, unit, books, _stamp(parts)
 
+# %% ../nbs/00_data.ipynb #a9fa5b54
 def _pieces(files, unit, books): # of one part
     for f in files:
         if books:
@@ -271,7 +273,7 @@ def _pieces(files, unit, books): # of one part
             last = piece or last
         if unit == 'word' and last and not last.endswith(b'\n'): yield b'\n'
 
-# %% ../nbs/00_data.ipynb #c033
+# %% ../nbs/00_data.ipynb #8224934c
 NAMES = ('pydocs', *SOURCES)
 
 def _stamp(parts): # what is known of files without reading them
@@ -287,7 +289,7 @@ def _content(parts): # how the files are packed, and their hashes
             with open(path, 'rb') as f: hashes[-1].append([_packing(path), hashlib.file_digest(f, 'sha256').hexdigest()])
     return hashes
 
-# %% ../nbs/00_data.ipynb #c034
+# %% ../nbs/00_data.ipynb #f5a8bebc
 def _stored(folder, name, parts, unit, unchanged): # prepare in a temporary folder, and rename it
     tmp = Path(tempfile.mkdtemp(dir=folder.parent, suffix='.tmp'))
     try:
@@ -319,7 +321,7 @@ def _made(name, parts, unit, books, prepared): # the folder of a corpus that is 
     if not _opened(folder, name): _stored(folder, name, pieces, unit, lambda: not parts or _stamp(parts) == stamp)
     return folder
 
-# %% ../nbs/00_data.ipynb #c035
+# %% ../nbs/00_data.ipynb #b8653c61
 def load_corpus(
     name_or_path: str|Path, # one of NAMES, or a file or folder of UTF-8 text
     cache: str|Path|None = None, # folder for downloads and prepared corpora, see `cache_folder`
@@ -346,7 +348,7 @@ def load_corpus(
         if e.filename and not Path(e.filename).absolute().is_relative_to(cache.absolute()): raise OSError(f'corpus={e.filename}: {e.strerror}; check the file') from e
         raise OSError(f'cache={e.filename or cache}: {e.strerror or e}; choose another folder with cache or ALLATT_PRUNE_CACHE') from e
 
-# %% ../nbs/00_data.ipynb #c047
+# %% ../nbs/00_data.ipynb #cb470028
 class Streams:
     "Segment `i` of `b` parallel pieces of a text, and the same shifted by one: each continues segment `i-1`."
     def __init__(self,

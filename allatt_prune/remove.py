@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['slice_heads', 'remove_heads']
 
-# %% ../nbs/07_remove.ipynb #c003
+# %% ../nbs/07_remove.ipynb #bc527aee
 import torch
 from dataclasses import replace
 from einops import rearrange
@@ -13,7 +13,7 @@ from torch import Tensor
 from .gates import output_scale
 from .model import AllAttention, LM, need
 
-# %% ../nbs/07_remove.ipynb #c006
+# %% ../nbs/07_remove.ipynb #e7c69c70
 def slice_heads(
     attn: AllAttention, # a sub-layer with h heads
     keep: Tensor, # (h), bool
@@ -28,7 +28,7 @@ def slice_heads(
     p['wo.weight'] = rearrange(wo[:, keep], 'c h d -> c (h d)')
     return p
 
-# %% ../nbs/07_remove.ipynb #c009
+# %% ../nbs/07_remove.ipynb #1f27522d
 @torch.no_grad()
 def remove_heads(
     model: LM, # a model with all of its heads

@@ -6,7 +6,7 @@
 __all__ = ['count_params', 'count_macs', 'Timing', 'in_turns', 'segment_job', 'train_job', 'time_in_turns', 'time_forward',
            'matmul_job', 'needed_macs', 'twin', 'uneven', 'check_kept', 'peak_memory', 'error', 'benchmark', 'ratios']
 
-# %% ../nbs/08_timing.ipynb #c003
+# %% ../nbs/08_timing.ipynb #4aaa49e0
 import copy, json, re, statistics, subprocess, sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,14 +17,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from . import attention, fused
-from .model import LM, LMConfig, need
+from .model import LM, LMConfig, bands, need
 from .remove import remove_heads
 
-# %% ../nbs/08_timing.ipynb #c006
-def _bands(cfg): # words and width of each band of the softmax
-    edges = [0, *cfg.cutoffs, cfg.vocab]
-    return [(b - a, max(1, cfg.d_model // 4**i)) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
-
+# %% ../nbs/08_timing.ipynb #876261e0
 def count_params(
     cfg: LMConfig|LM # a configuration, or a model for its configuration
 ) -> dict[str, int]: # blocks, embedding (shared with the softmax), softmax (what is not), positions, total
@@ -33,13 +29,13 @@ def count_params(
     c, d, n, f = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff
     attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
     layers = attention + cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
-    words, k = _bands(cfg), len(cfg.cutoffs)
+    words, k = bands(cfg.vocab, cfg.d_model, cfg.cutoffs), len(cfg.cutoffs)
     projections = [c*width for _, width in words] if k else []
     parts = dict(blocks=layers + 2*c, embedding=sum(n*width for n, width in words) + sum(projections),
                  softmax=cfg.vocab + (c*c + k*(c + 1) if k else 0), positions=cfg.window*c)
     return dict(parts, total=sum(parts.values()))
 
-# %% ../nbs/08_timing.ipynb #c015
+# %% ../nbs/08_timing.ipynb #32fe6169
 def count_macs(
     cfg: LMConfig|LM, # a configuration, or a model for its configuration
     batch: int = 1, # streams that share the relative keys
@@ -54,13 +50,13 @@ def count_macs(
     project = 2*t*c*d + 2*(t if cached else s)*c*d + (0 if cached else cfg.window*c*d / batch) # W_q and W_o; W_k and W_v; W_r
     scores = 3*t*(s if keys is None else keys)*d + 2*t*n*d                    # content, position, values; persistent keys and values
     blocks = (sum(cfg.layer_heads) * (project + scores) + cfg.n_layer * t * 2*c*cfg.d_ff) / t
-    (first, _), *rest = words = _bands(cfg)
+    (first, _), *rest = words = bands(cfg.vocab, cfg.d_model, cfg.cutoffs)
     tails = sum(share * width * (c + n) for share, (n, width) in zip(shares[1:] if shares else [1]*len(rest), rest))
     project = c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words)) if rest else 0 # the first band's going out; what comes in
     softmax = c * (first + len(rest)) + tails + project
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)
 
-# %% ../nbs/08_timing.ipynb #c022
+# %% ../nbs/08_timing.ipynb #e21043c7
 @dataclass
 class Timing:
     "Times of one piece of work, in milliseconds."
@@ -91,7 +87,7 @@ def in_turns(
     rounds = [[t.timeit(1).median * 1e3 for t in timers] for _ in range(repeats)]
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
-# %% ../nbs/08_timing.ipynb #c025
+# %% ../nbs/08_timing.ipynb #0d9bd660
 def segment_job(
     model: LM,
     ids: Tensor, # (b S+T) or longer: the memory is filled with all but the last T, these are timed
@@ -134,7 +130,7 @@ def train_job(
         return loss
     return job
 
-# %% ../nbs/08_timing.ipynb #c028
+# %% ../nbs/08_timing.ipynb #97384333
 def time_in_turns(
     models: list[LM], # on one device
     ids, # (b S+T) or longer: the memory is filled with all but the last T, these are timed
@@ -155,7 +151,7 @@ def time_forward(
     "Time one segment through one model."
     return time_in_turns([model], ids, [z], repeats=repeats)[0]
 
-# %% ../nbs/08_timing.ipynb #c032
+# %% ../nbs/08_timing.ipynb #a5cc38d0
 def matmul_job(
     device: str = 'cpu',
     dtype: torch.dtype = torch.float32
@@ -173,7 +169,7 @@ def needed_macs(
     "What a forward pass needs, however it is computed."
     return count_macs(cfg, batch, keys=cfg.window, cached=cached)['total'] * batch * cfg.seg_len
 
-# %% ../nbs/08_timing.ipynb #c034
+# %% ../nbs/08_timing.ipynb #257cd23f
 def twin(
     model: LM,
     attend: Callable = fused.attend, # the function of the second model
@@ -198,7 +194,7 @@ def uneven(
     order = torch.rand(n_layer * n_head, generator=torch.Generator().manual_seed(0)).argsort().argsort()
     return rearrange(order < round(kept * n_layer * n_head), '(l h) -> l h', l=n_layer)
 
-# %% ../nbs/08_timing.ipynb #c035
+# %% ../nbs/08_timing.ipynb #437e3bfe
 def check_kept(
     kept: list, # for `uneven`
     n_layer: int, n_head: int
@@ -207,7 +203,7 @@ def check_kept(
     counts = [int(uneven(k, n_layer, n_head).sum()) for k in kept]
     need(len(set(counts)) == len(counts), 'kept', kept, 'two of these keep as many heads', 'give each number once')
 
-# %% ../nbs/08_timing.ipynb #c038
+# %% ../nbs/08_timing.ipynb #f8f7b086
 def peak_memory(
     cfg: LMConfig,
     batch: int, # streams
@@ -245,7 +241,7 @@ def _high_mark(device, reset=False): # MB
     if reset: Path('/proc/self/clear_refs').write_text('5')
     return int(re.search(r'VmHWM:\s+(\d+) kB', Path('/proc/self/status').read_text())[1]) / 2**10
 
-# %% ../nbs/08_timing.ipynb #c041
+# %% ../nbs/08_timing.ipynb #af71aaa6
 def error(
     cfg: LMConfig,
     device: str = 'cpu',
@@ -261,7 +257,7 @@ def error(
     pairs = zip(results(fused.attend, low), results(attention.attend, exact))
     return max(float((a.double() - b).detach().norm() / b.detach().norm()) for a, b in pairs if b.numel())
 
-# %% ../nbs/08_timing.ipynb #c044
+# %% ../nbs/08_timing.ipynb #14f289ae
 def benchmark(
     cfg: LMConfig,
     ids: Tensor, # (b S+T+1) or longer, on the device: real text
@@ -293,7 +289,7 @@ def _fits(row): # make a job and run it once, before anything is timed
         torch.cuda.empty_cache()
     return 'ms' not in row
 
-# %% ../nbs/08_timing.ipynb #c045
+# %% ../nbs/08_timing.ipynb #6ac94454
 def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
     b, d = len(ids), ids.device
     model = LM(cfg).to(d)
@@ -316,7 +312,7 @@ def _jobs(cfg, ids, kept, dtype, train, compiled): # rows without times
 
 def _cast(model, dtype): return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
-# %% ../nbs/08_timing.ipynb #c048
+# %% ../nbs/08_timing.ipynb #6efafaed
 def ratios(
     rows: list[dict], # from `benchmark`
     memory: dict|None = None # from `peak_memory`, by 'fused' and 'attention'

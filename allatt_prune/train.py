@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RECIPES', 'Recipe', 'get_recipe', 'lr_at', 'make_optimizers', 'train', 'Score', 'evaluate']
 
-# %% ../nbs/06_train.ipynb #c003
+# %% ../nbs/06_train.ipynb #f66971e7
 import difflib, json, math, time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from .data import Corpus, DataError, Streams
 from .gates import HeadGates, lambda_at
 from .model import LM, LMConfig, need
 
-# %% ../nbs/06_train.ipynb #c006
+# %% ../nbs/06_train.ipynb #9e4db9a0
 @dataclass
 class Recipe:
     "All settings of a run. Defaults: text8 as in the paper."
@@ -85,7 +85,7 @@ class Recipe:
         return replace(self, steps=self.prune_steps, warmup=self.prune_warmup,
                        lr=self.prune_lr, lr_min=self.prune_lr_min)
 
-# %% ../nbs/06_train.ipynb #c007
+# %% ../nbs/06_train.ipynb #f9ba84bf
 RECIPES = dict(
     text8=Recipe(),
     wt103=Recipe(n_layer=16, # §4.1.1
@@ -112,7 +112,7 @@ def get_recipe(
         need(f in known, 'field', f, 'not in a recipe', f'did you mean {close[0]}?' if close else 'the fields are ' + ', '.join(known))
     return replace(RECIPES[name], **changes)
 
-# %% ../nbs/06_train.ipynb #c013
+# %% ../nbs/06_train.ipynb #df47fb89
 def lr_at(
     step: int, # 0 .. steps-1
     r: Recipe # whose schedule
@@ -122,7 +122,7 @@ def lr_at(
     done = (step - r.warmup) / max(1, r.steps - 1 - r.warmup)
     return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * done)) / 2
 
-# %% ../nbs/06_train.ipynb #c016
+# %% ../nbs/06_train.ipynb #e6b8024f
 def make_optimizers(
     model: LM,
     gates: HeadGates|None,
@@ -135,7 +135,7 @@ def make_optimizers(
     else: opts = [torch.optim.AdamW(model.parameters(), lr=r.lr, betas=(.9, .99), weight_decay=0.)]
     return opts if gates is None else opts + [torch.optim.Adam(gates.parameters(), lr=r.gate_lr, betas=(.9, .99))]
 
-# %% ../nbs/06_train.ipynb #c018
+# %% ../nbs/06_train.ipynb #505ee82b
 def _priced(loss, gates, step, r): # the loss with its share of the L0 loss; and lambda
     lam = 0. if gates.frozen else lambda_at(step, r.lam, r.lam_warmup)
     return (loss + lam * gates.l0() if lam else loss), lam
@@ -161,7 +161,7 @@ def _record(phase, step, nll, lam, opt, gates, tokens, since):
     probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
     return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)
 
-# %% ../nbs/06_train.ipynb #c020
+# %% ../nbs/06_train.ipynb #1447609d
 def train(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read
@@ -201,7 +201,7 @@ def train(
     if gates is not None: gates.freeze()
     return records
 
-# %% ../nbs/06_train.ipynb #c022
+# %% ../nbs/06_train.ipynb #265d017d
 class Score(float):
     "Nats per token."
     def __new__(cls, nats: float, tokens: int = 0):
@@ -221,6 +221,7 @@ class Score(float):
         return self.bits if unit == 'char' else self.perplexity
     def __str__(self): return f'{float(self):.4f} nats, {self.bits:.4f} bits, perplexity {self.perplexity:.2f} over {self.tokens:,} tokens'
 
+# %% ../nbs/06_train.ipynb #23d8f65f
 def _pieces(ids, batch): # ids and targets (b n), of equal lengths: what is missing does not count
     n = len(ids) - 1
     batch = min(batch, n)
