@@ -140,7 +140,7 @@ def efficient_backward(g, q, k, v, out, lse, state, dropout):
 KERNELS = dict(rows=(rows_forward, rows_backward), cpu=(cpu_forward, cpu_backward),
                flash=(flash_forward, flash_backward), efficient=(efficient_forward, efficient_backward))
 
-# %% ../nbs/02_fused.ipynb #401d302c
+# %% ../nbs/02_fused.ipynb #f15c41b0
 @functools.cache
 def works(
     name: str, # in KERNELS
@@ -170,8 +170,8 @@ def choose(
     else: name = 'rows' if dropout else 'cpu'
     return name if name == 'rows' or _works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
 
-@torch.compiler.assume_constant_result
 def _works(*args): return works(*args)
+_works._dynamo_marked_constant = True # what torch.compiler.assume_constant_result sets, without the second that importing the compiler takes
 
 # %% ../nbs/02_fused.ipynb #17d7b3eb
 def band(
