@@ -40,7 +40,7 @@ def _files(parts): # name and content of each part; one after the other, as they
             yield f'{name}.safetensors', safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in part.items()})
         else: yield f'{name}.json', (json.dumps(part, indent=1, allow_nan=False) + '\n').encode()
 
-# %% ../nbs/05_checkpoint.ipynb #30691df1
+# %% ../nbs/05_checkpoint.ipynb #acc9b97e
 def save(
     path: str|Path, # folder to create
     config: dict, # anything that JSON can hold -> config.json
@@ -71,10 +71,11 @@ def save(
 
 def sweep(
     folder: str|Path, # where checkpoints are written
-    name: str = '*' # of the checkpoint; all of them
+    name: str|None = None # of the checkpoint; None: of any
 ):
     "Delete what killed writers left behind."
-    for tmp in Path(folder).glob(f'.{name}.tmp-*'): shutil.rmtree(tmp, ignore_errors=True)
+    for tmp in Path(folder).iterdir():
+        if re.fullmatch(rf"\.{'.*' if name is None else re.escape(name)}\.tmp-\w+", tmp.name): shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/05_checkpoint.ipynb #dc14c8c1
 def _manifest(path): # hashes by file
@@ -123,7 +124,7 @@ def load(
     if not isinstance(config, dict): raise OSError(f'checkpoint={path}: config.json holds no settings; give a folder that save wrote')
     return config, parts
 
-# %% ../nbs/05_checkpoint.ipynb #258ada19
+# %% ../nbs/05_checkpoint.ipynb #063fccdb
 def save_step(
     folder: str|Path, # of all checkpoints of a run; nobody else may write there
     phase: str, # of the training
@@ -133,7 +134,7 @@ def save_step(
 ):
     "Save `phase-step`, read it back, then delete all but this and the one before."
     folder, path = Path(folder), Path(folder)/f'{phase}-{step:08d}'
-    sweep(folder)
+    if folder.is_dir(): sweep(folder)
     shutil.rmtree(path, ignore_errors=True)                     # only one that was damaged is ever saved again
     save(path, config, **parts)
     verify(path)
