@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'Recipe', 'get_recipe', 'lr_at', 'make_optimizers', 'Score', 'processes', 'over_all', 'evaluate', 'Stopped',
-           'Signals', 'read_metrics', 'train']
+           'Signals', 'read_metrics', 'text_id', 'train']
 
 # %% ../nbs/06_train.ipynb #82583275
 import difflib, hashlib, json, math, os, re, signal, threading, time, warnings, zlib
@@ -285,7 +285,7 @@ def _show(board, record):
     for k, v in (record | dict(open=sum(record.get('open', ())))).items():
         if isinstance(v, (int, float)) and k != 'step' and (k != 'open' or 'open' in record): board.add_scalar(k, v, record['step'])
 
-# %% ../nbs/06_train.ipynb #b123f62e
+# %% ../nbs/06_train.ipynb #2f8c76a7
 def _noise(seed, step, whose): # seeds torch for this step
     torch.manual_seed(int.from_bytes(hashlib.sha256(f'{seed} {step} {whose}'.encode()).digest()[:7], 'big'))
 
@@ -302,11 +302,12 @@ def _unpack(opt, tensors, rest):
         state.setdefault(int(i), {})[k] = value
     opt.load_state_dict(dict(state=state, param_groups=rest['groups']))
 
-def _same_text(corpus): # what tells one text to train on from another
+def text_id(corpus: Corpus) -> list[int]: # length and CRC-32
+    "What tells one text to train on from another."
     ids = np.ascontiguousarray(corpus.train)
     return [len(ids), zlib.crc32(ids.view(np.uint8))]
 
-# %% ../nbs/06_train.ipynb #eb716fb3
+# %% ../nbs/06_train.ipynb #c4743c72
 @dataclass
 class _State:
     phase: str
@@ -337,7 +338,7 @@ class _State:
             for k, x in (tensors or {}).items():
                 if torch.is_tensor(x) and not x.isfinite().all():
                     raise FloatingPointError(f'{k}={x.abs().max().item()}: {p} diverged in {self.phase} before step {self.step}; give a smaller learning rate or lam')
-        config = dict(phase=self.phase, step=self.step, best=self.best, recipe=asdict(self.recipe), text=_same_text(self.corpus))
+        config = dict(phase=self.phase, step=self.step, best=self.best, recipe=asdict(self.recipe), text=text_id(self.corpus))
         if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', self.phase, self.step, config, **parts)
         if world > 1: dist.barrier()
         self.saved = self.step
@@ -351,7 +352,7 @@ class _State:
             for f in fields(Recipe):
                 old, new = getattr(was, f.name), getattr(self.recipe, f.name)
                 need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
-            if config['text'] != _same_text(self.corpus):
+            if config['text'] != text_id(self.corpus):
                 raise DataError(f'corpus={self.corpus.name}: not the text that {path} was trained on; give that one to resume')
             checkpoint.fit(self.model, parts['model'], path)
             if self.gates is not None:
