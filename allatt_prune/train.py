@@ -379,7 +379,7 @@ class _Both(nn.Module): # model and gates as one module
 
 def _together(model, gates): # anew when the gates are frozen, because then they have no gradient to wait for
     both = _Both(model, gates)
-    return both if processes()[1] == 1 else DistributedDataParallel(both, broadcast_buffers=False)
+    return both if processes()[1] == 1 else DistributedDataParallel(both)
 
 def _backward(loss, model, gates, opts, clip): # norms of the gradients of model, before clipping, and gates
     for o in opts: o.zero_grad()

@@ -1,7 +1,13 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
-import json, os, signal, subprocess, sys, time
-import pytest
+import json, math, os, pickle, re, shutil, signal, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+import pytest, torch
+from allatt_prune import checkpoint
 from allatt_prune.cli import main
+from allatt_prune.gates import HeadGates
+from allatt_prune.model import LM, LMConfig
 
 TOY = ('--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 4 --log-every 5 --steps 12 --warmup 2 '
        '--prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5').split()
@@ -12,95 +18,215 @@ def command(*args, cwd, **kw): return subprocess.run([sys.executable, '-m', 'all
 @pytest.fixture(scope='session')
 def cache(tmp_path_factory): return tmp_path_factory.mktemp('cache')
 
+class Bomb: # what a malicious pickle does when it is opened
+    def __reduce__(self): return os.system, ('touch exploded',)
+
+def fill(folder): # texts, taken names, and saved models in every state of damage
+    (folder/'own.txt').write_text(RHYME * 60)
+    (folder/'short.txt').write_text(RHYME)
+    (folder/'blank.txt').write_text(' \n')
+    (folder/'latin.txt').write_bytes('café '.encode('latin-1') * 500)
+    for name in ('taken', 'two words', 'größe', '-dash'):
+        (folder/name).mkdir()
+        (folder/name/'result').write_text('precious')
+    torch.manual_seed(0)
+    symbols = sorted(set(RHYME))
+    cfg = LMConfig(vocab=len(symbols), n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16)
+    model, gates = LM(cfg).state_dict(), HeadGates(2, 4).state_dict()
+    def save(name, **changes): checkpoint.save(folder/name, **dict(config=asdict(cfg), model=model, gates=gates, vocab=dict(unit='char', symbols=symbols)) | changes)
+    save('good', config=asdict(cfg))
+    save('other-words', vocab=dict(unit='char', symbols=symbols[:-1] + ['~']))
+    save('other-shape', config=asdict(cfg) | dict(d_model=64))
+    save('enormous', config=asdict(cfg) | dict(n_layer=10**9))
+    save('not-a-number', model=model | {'layers.1.attn.pv': model['layers.1.attn.pv'] * math.nan})
+    save('gates-nan', gates=gates | dict(log_alpha=torch.full((2, 4), math.nan)))
+    save('gates-long', gates=gates | dict(log_alpha=torch.ones(3, 4)))
+    save('gates-one-layer', gates=gates | dict(log_alpha=torch.tensor([[-1.] * 4, [1.] * 4])))
+    save('gates-none', gates=gates | dict(log_alpha=torch.full((2, 4), -1.)))
+    (folder/'empty.safetensors').write_bytes(b'')
+    (folder/'notes.safetensors').write_text('buy milk\n')
+    (folder/'page.html').write_text('<html>404</html>')
+    (folder/'bomb.pt').write_bytes(pickle.dumps(Bomb()))
+    for name, content in (('cut', lambda d: d[:-7]), ('flipped', lambda d: d[:500] + bytes([d[500] ^ 1]) + d[501:]), ('html', lambda d: b'<html>'), ('bomb', lambda d: pickle.dumps(Bomb()))):
+        shutil.copytree(folder/'good', folder/name)
+        file = folder/name/'model.safetensors'
+        file.write_bytes(content(file.read_bytes()))
+    shutil.copytree(folder/'bomb', folder/'bomb-with-papers')                         # its manifest is right
+    manifest = folder/'bomb-with-papers'/'manifest.json'
+    wrong, right = (checkpoint.hashlib.sha256((folder/f/'model.safetensors').read_bytes()).hexdigest() for f in ('good', 'bomb'))
+    manifest.write_text(manifest.read_text().replace(wrong, right))
+    shutil.copytree(folder/'good', folder/'newer')
+    manifest = folder/'newer'/'manifest.json'
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    (folder/'broken-run').mkdir()
+    (folder/'broken-run'/'recipe.json').write_text('{"steps": 1')
+    return folder
+
 @pytest.fixture
 def folder(tmp_path, cache, monkeypatch):
     monkeypatch.setenv('ALLATT_PRUNE_CACHE', str(cache))
-    (tmp_path/'own.txt').write_text(RHYME * 60)
-    (tmp_path/'short.txt').write_text(RHYME)
-    (tmp_path/'blank.txt').write_text(' \n')
-    (tmp_path/'latin.txt').write_bytes('café '.encode('latin-1') * 500)
-    (tmp_path/'taken').mkdir()
-    (tmp_path/'taken'/'result').write_text('precious')
-    return tmp_path
+    return fill(tmp_path)
 
 def state(folder): return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
 
+RUN, SCORE = ['run', *TOY], ['evaluate', '--corpus', 'own.txt']
+OWN = [*RUN, '--corpus', 'own.txt']
 REFUSED = [ # arguments, exit status, what the line must name
-    ('--corpus wikipedia', 2, 'corpus=wikipedia'),
-    ('--corpus no/such.txt', 1, 'corpus=no/such.txt'),
-    ('--corpus taken', 1, 'corpus=taken'),
-    ('--corpus blank.txt', 1, 'corpus=blank.txt'),
-    ('--corpus latin.txt', 1, 'byte 3'),
-    ('--corpus short.txt', 1, 'corpus=short.txt'),
-    ('--recipe huge', 2, 'recipe=huge'),
-    ('--lamda 0.2', 2, 'did you mean lam'),
-    ('--n-head 7', 2, 'n_head=7'),
-    ('--n-head 0', 2, 'n_head=0'),
-    ('--steps ten', 2, 'steps=ten'),
-    ('--steps', 2, '--steps'),
-    ('--lr nan', 2, 'lr=nan'),
-    ('--lam -1', 2, 'lam=-1'),
-    ('--gate-init inf', 2, 'gate_init=inf'),
-    ('--dropout 1', 2, 'dropout=1'),
-    ('--optimizer sgd', 2, 'optimizer=sgd'),
-    ('--cutoffs 9,5', 2, 'cutoffs=(9, 5)'),
-    ('--cutoffs many', 2, 'cutoffs=many'),
-    ('--unit line', 2, 'unit=line'),
-    ('--output-scale maybe', 2, 'output_scale=maybe'),
-    ('--gate-steps 9999', 2, 'gate_steps=9999'),
-    ('--seed 99999999999999999999', 2, 'seed='),
-    ('--lr 1e38', 2, 'lr=1e+38'),
-    ('--mem-len 900', 1, 'corpus=own.txt'),
-    ('--', 2, 'argument=--'),
-    ('--device meta', 2, 'device=meta'),
-    ('--device abacus', 2, 'device=abacus'),
-    ('--device cuda:99', 2, 'device=cuda:99'),
-    ('--run-dir taken', 1, 'run_dir=taken'),
-    ('--run-dir own.txt', 1, 'run_dir=own.txt'),
-    ('--run-dir own.txt/below', 1, 'run_dir=own.txt/below'),
-    ('surplus', 2, 'surplus'),
+    ([], 2, 'command='), # flags
+    (['fly'], 2, 'fly'),
+    ([*RUN, 'surplus'], 2, 'surplus'),
+    ([*RUN, '--'], 2, 'argument=--'),
+    ([*RUN, '--steps'], 2, '--steps'),
+    ([*OWN, '--device', 'abacus'], 2, 'device=abacus'),
+    ([*OWN, '--device', 'meta'], 2, 'device=meta'),
+    ([*OWN, '--device', 'cuda:99'], 2, 'device=cuda:99'),
+    ([*SCORE], 2, 'model'),
+    ([*SCORE, 'good', '--split', 'all'], 2, 'split=all'),
+    ([*SCORE, 'good', '--batch', '0'], 2, 'batch=0'),
+    ([*SCORE, 'good', '--mem-len', '1000000000'], 2, 'mem_len=1000000000'),
+    ([*RUN, '--recipe', 'huge'], 2, 'recipe=huge'), # recipe
+    ([*RUN, '--lamda', '0.2'], 2, 'did you mean lam'),
+    ([*RUN, '--steps', '0'], 2, 'steps=0'),
+    ([*RUN, '--steps', 'ten'], 2, 'steps=ten'),
+    ([*RUN, '--steps', '1.5'], 2, 'steps=1.5'),
+    ([*RUN, '--lr', '-1'], 2, 'lr=-1'),
+    ([*RUN, '--lr', 'nan'], 2, 'lr=nan'),
+    ([*RUN, '--lr', '1e38'], 2, 'lr=1e+38'),
+    ([*RUN, '--gate-init', 'inf'], 2, 'gate_init=inf'),
+    ([*RUN, '--lam=-inf'], 2, 'lam=-inf'),
+    ([*RUN, '--n-head', '7'], 2, 'n_head=7'),
+    ([*RUN, '--n-head', '0'], 2, 'n_head=0'),
+    ([*RUN, '--dropout', '1'], 2, 'dropout=1'),
+    ([*RUN, '--n-layer', '1000000000'], 2, 'n_layer=1000000000'),
+    ([*RUN, '--d-model', '1073741824'], 2, 'd_model=1073741824'),
+    ([*RUN, '--optimizer', 'sgd'], 2, 'optimizer=sgd'),
+    ([*RUN, '--dtype', 'float8'], 2, 'dtype=float8'),
+    ([*RUN, '--unit', 'line'], 2, 'unit=line'),
+    ([*RUN, '--output-scale', 'maybe'], 2, 'output_scale=maybe'),
+    ([*RUN, '--cutoffs', '9,5'], 2, 'cutoffs=(9, 5)'),
+    ([*OWN, '--cutoffs', '5'], 2, 'cutoffs=(5,)'),
+    ([*RUN, '--gate-steps', '9999'], 2, 'gate_steps=9999'),
+    ([*RUN, '--seed', '99999999999999999999'], 2, 'seed='),
+    ([*OWN, '--batch', '1000000000'], 1, 'corpus=own.txt'),
+    ([*OWN, '--mem-len', '900'], 1, 'corpus=own.txt'),
+    ([*RUN, '--corpus', 'wikipedia'], 2, 'corpus=wikipedia'), # paths
+    ([*RUN, '--corpus', 'no/such.txt'], 1, 'corpus=no/such.txt'),
+    ([*RUN, '--corpus', 'taken'], 1, 'corpus=taken'),
+    ([*RUN, '--corpus', 'blank.txt'], 1, 'corpus=blank.txt'),
+    ([*RUN, '--corpus', 'latin.txt'], 1, 'byte 3'),
+    ([*RUN, '--corpus', 'short.txt'], 1, 'corpus=short.txt'),
+    ([*OWN, '--run-dir', 'taken'], 1, 'run_dir=taken'),
+    ([*OWN, '--run-dir', 'two words'], 1, 'run_dir=two words'),
+    ([*OWN, '--run-dir', 'größe'], 1, 'run_dir=größe'),
+    ([*OWN, '--run-dir', '-dash'], 2, '--run-dir'),
+    ([*OWN, '--run-dir=-dash'], 1, 'run_dir=-dash'),
+    ([*OWN, '--run-dir', 'own.txt'], 1, 'run_dir=own.txt'),
+    ([*OWN, '--run-dir', 'own.txt/below'], 1, 'run_dir=own.txt/below'),
+    ([*OWN, '--run-dir', '/proc/here'], 1, 'run_dir=/proc/here'),
+    ([*OWN, '--cache', 'own.txt/below'], 1, 'own.txt/below'),
+    ([*SCORE, 'no/such'], 1, 'checkpoint=no/such: not found'), # checkpoints
+    ([*SCORE, 'taken'], 1, 'checkpoint=taken: no manifest.json'),
+    ([*SCORE, 'empty.safetensors'], 1, 'checkpoint=empty.safetensors: not a folder'),
+    ([*SCORE, 'notes.safetensors'], 1, 'checkpoint=notes.safetensors: not a folder'),
+    ([*SCORE, 'page.html'], 1, 'checkpoint=page.html: not a folder'),
+    ([*SCORE, 'bomb.pt'], 1, 'checkpoint=bomb.pt: not a folder'),
+    ([*SCORE, 'cut'], 1, 'checkpoint=cut: model.safetensors is damaged'),
+    ([*SCORE, 'flipped'], 1, 'checkpoint=flipped: model.safetensors is damaged'),
+    ([*SCORE, 'html'], 1, 'checkpoint=html: model.safetensors is damaged'),
+    ([*SCORE, 'bomb'], 1, 'checkpoint=bomb: model.safetensors is damaged'),
+    ([*SCORE, 'bomb-with-papers'], 1, 'model.safetensors is not safetensors'),
+    ([*SCORE, 'newer'], 1, 'checkpoint=newer: in format 2'),
+    ([*SCORE, 'other-words'], 1, 'corpus=own.txt: its vocabulary'),
+    ([*SCORE, 'other-shape'], 1, '(16, 32) there and (16, 64) in the model'),
+    ([*SCORE, 'enormous'], 1, 'n_layer=1000000000'),
+    ([*SCORE, 'not-a-number'], 1, 'layers.1.attn.pv is not finite'),
+    ([*SCORE, 'gates-nan'], 1, 'log_alpha is not finite'), # gates
+    ([*SCORE, 'gates-long'], 1, 'log_alpha is (3, 4) there and (2, 4) in the model'),
+    (['time', '--kept', '8,3', '--no-train'], 2, 'kept='),
+    (['time', '--kept', 'nan', '--no-train'], 2, 'kept='),
+    (['prune'], 2, 'model='), # prune, resume
+    (['prune', 'taken'], 1, 'checkpoint=taken'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
+    (['prune', 'other-words', *TOY, '--corpus', 'own.txt'], 1, 'corpus=own.txt: its vocabulary'),
+    ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no run to resume'),
+    ([*OWN, '--run-dir', 'own.txt', '--resume'], 1, 'run_dir=own.txt: no run to resume'),
+    ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: recipe.json is damaged'),
 ]
+name_of = lambda case: ' '.join(a for a in case[0] if a not in TOY) or 'nothing'
 
-@pytest.mark.parametrize('args,status,named', REFUSED, ids=[a for a, *_ in REFUSED])
-def test_refused_in_one_line_and_nothing_written(folder, monkeypatch, capfd, args, status, named): # in this process, which has torch loaded already
-    before = state(folder)
-    corpus = [] if '--corpus' in args else ['--corpus', 'own.txt']
+@pytest.fixture(scope='session')
+def outcomes(tmp_path_factory, cache): # a process for each, two at a time, each with a folder of its own
+    template = fill(tmp_path_factory.mktemp('template'))
+    env = os.environ | dict(ALLATT_PRUNE_CACHE=str(cache), OMP_NUM_THREADS='1')
+    command('download', str(template/'own.txt'), cwd=template, env=env)
+    def attempt(i):
+        here = tmp_path_factory.mktemp(f'case{i}')/'here'
+        shutil.copytree(template, here)
+        before = state(here)
+        done = command(*REFUSED[i][0], cwd=here, env=env)
+        return done, [f for f, x in state(here).items() if before.get(f, 0) != x] + [f for f in before if not (here/f).exists()]
+    with ThreadPoolExecutor(2) as pool: return [pool.submit(attempt, i) for i in range(len(REFUSED))]
+
+@pytest.mark.parametrize('i', range(len(REFUSED)), ids=[name_of(c) for c in REFUSED])
+def test_refused_in_one_line_and_nothing_written(outcomes, i):
+    (_, status, named), (done, changed) = REFUSED[i], outcomes[i].result()
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == status, done.stderr
+    assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], done.stderr
+    assert done.stdout == '' and not changed
+
+def test_the_bomb_is_one(tmp_path): # or its silence above would mean nothing
+    subprocess.run([sys.executable, '-c', f'import pickle; pickle.loads({pickle.dumps(Bomb())!r})'], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(Path(__file__).parent)))
+    assert (tmp_path/'exploded').exists()
+
+@pytest.mark.parametrize('gates', ('gates-one-layer', 'gates-none'))
+def test_closed_gates_are_no_error(folder, monkeypatch, capsys, gates):
     monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit) as end: main(['run', *TOY, *corpus, *args.split()])
-    out, err = capfd.readouterr()
-    lines = err.strip().splitlines()
-    assert end.value.code == status, err
-    assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], err
-    assert out == '' and state(folder) == before
+    main([*SCORE, gates])
+    assert re.fullmatch(r'valid: \d\.\d+ nats.*\n', capsys.readouterr().out)
+
+@pytest.mark.parametrize('lam', ('0', '100000'))
+def test_a_price_that_makes_no_sense_is_a_warning(folder, lam):
+    done = command(*OWN, '--lam', lam, '--run-dir', 'x', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f'allatt-prune: warning: lam={lam}: ') and done.stderr.count('\n') == 1 and 'report: x/report.md' in done.stdout
+
+def test_paths_with_spaces_and_dashes(folder):
+    shutil.copy(folder/'own.txt', folder/'mein größter text.txt')
+    done = command(*RUN, '--corpus', 'mein größter text.txt', '--run-dir=-x y/ü', '--device', 'cpu', cwd=folder)
+    assert done.returncode == 0 and 'report: -x y/ü/report.md' in done.stdout, done.stderr
 
 def test_debug_shows_the_traceback(folder):
     done = command('run', '--recipe', 'huge', '--debug', cwd=folder)
     assert done.returncode != 0 and 'Traceback' in done.stderr
 
-def test_refused_by_the_process_itself(folder):
-    done = command('run', '--recipe', 'huge', cwd=folder)
-    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1) and done.stderr.startswith('allatt-prune: error: recipe=huge')
-
-def test_without_a_command(folder):
-    done = command(cwd=folder)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-
-def test_run_twice_gives_the_same_model_and_never_overwrites(folder):
+def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     for name in ('a', 'b'):
-        done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', name, cwd=folder)
+        done = command(*OWN, '--run-dir', name, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count('\n') == 8 and done.stdout.startswith('| | heads kept') and done.stdout.endswith(f'report: {name}/report.md\n')
-    for f in ('baseline', 'control', 'gated', 'pruned'):
-        assert (folder/'a'/f/'model.safetensors').read_bytes() == (folder/'b'/f/'model.safetensors').read_bytes()
+    for f in [*(f'{m}/model.safetensors' for m in ('baseline', 'control', 'gated', 'pruned')), 'metrics.jsonl']:
+        assert (folder/'a'/f).read_bytes() == (folder/'b'/f).read_bytes()
     before = state(folder)
-    assert command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'a', cwd=folder).returncode == 1
+    assert command(*OWN, '--run-dir', 'a', cwd=folder).returncode == 1
     assert state(folder) == before
     strict = lambda text: json.loads(text, parse_constant=pytest.fail)        # no NaN or Infinity, which are not JSON
     assert strict((folder/'a'/'report.json').read_text())['rows'][2]['model'] == 'pruned'
     assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [0, 5, 10, 11] * 3
 
+def test_train_then_prune_then_run(folder):
+    done = command('train', *OWN[1:], '--run-dir', 't', cwd=folder)
+    assert done.returncode == 0 and done.stdout.endswith('model: t/baseline\n'), done.stderr
+    done = command('prune', 't/baseline', '--run-dir', 'p', '--lam', '0.4', cwd=folder)
+    assert done.returncode == 0 and '| control' not in done.stdout and '| pruned' in done.stdout, done.stderr
+    assert json.loads((folder/'p'/'recipe.json').read_text())['lam'] == .4
+    for job, d, rows in (('run', 't', 4), ('prune', 'p', 3), ('run', 'p', 4)):   # train goes on as run; what is finished only reports
+        done = command(job, '--run-dir', d, '--resume', cwd=folder)
+        assert done.returncode == 0 and done.stdout.count('|\n') == rows + 2, done.stderr
+    assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: lam=0.1: the run to resume has 0.5')
+
 def test_words_with_an_adaptive_softmax(folder):
-    done = command('run', *TOY, '--corpus', 'own.txt', '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
+    done = command(*OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert 'valid ppl | test ppl' in done.stdout
     report = json.loads((folder/'w'/'report.json').read_text())
@@ -111,16 +237,6 @@ def test_words_with_an_adaptive_softmax(folder):
     assert f"perplexity {row['test']:.2f} over {report['tokens'][1]:,} tokens" in again.stdout, again.stderr
 
 def test_every_head_may_go(folder):
-    done = command('run', *TOY, '--corpus', 'own.txt', '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
+    done = command(*OWN, '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert '| pruned | 0 of 8 |' in done.stdout
-
-def test_interrupt(folder):
-    job = subprocess.Popen([sys.executable, '-m', 'allatt_prune', 'run', *TOY, '--steps', '100000', '--corpus', 'own.txt', '--run-dir', 'x'],
-                           cwd=folder, stderr=subprocess.PIPE, text=True)
-    for _ in range(600):
-        if (folder/'x'/'metrics.jsonl').exists(): break
-        time.sleep(.1)
-    job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == 130 and err.strip().splitlines()[-1] == 'allatt-prune: error: interrupted', err
