@@ -6,11 +6,11 @@
 __all__ = ['MODELS', 'ROWS', 'SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device',
            'stored_recipe', 'run', 'time_recipe', 'time_table', 'parallel', 'main']
 
-# %% ../nbs/11_cli.ipynb #2d0cafe0
+# %% ../nbs/11_cli.ipynb #dd421ef7
 import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-import matplotlib.pyplot as plt, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from einops import rearrange
 from fastcore.docments import docments
 from filelock import FileLock, Timeout
@@ -121,7 +121,7 @@ def environment(
     return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(),
                 torch=torch.__version__, allatt_prune=__version__, commit=commit or 'unknown', **allocator)
 
-# %% ../nbs/11_cli.ipynb #acbdd28a
+# %% ../nbs/11_cli.ipynb #d302c086
 def write_report(
     run_dir: Path,
     rows: list[dict], # from `measure`
@@ -130,6 +130,7 @@ def write_report(
     about: dict # what else to say: recipe, corpus, environment
 ):
     "report.md with gates.png and heads.png; the same as report.json."
+    import matplotlib.pyplot as plt
     recipe, env, keep = about['recipe'], about['environment'], gates.open_mask().cpu()
     probs, steps = zip(*((r['open_prob'], r['step']) for r in records))
     for name, fig in dict(gates=plot_gates(probs, steps, recipe['gate_steps']), heads=plot_heads(keep)).items():
@@ -211,7 +212,7 @@ def _report_of(run_dir, models): # its rows, if it is about these models
     except (OSError, ValueError, KeyError): return None
     return rows if {r['model'] for r in rows} >= set(models) else None
 
-# %% ../nbs/11_cli.ipynb #ae24c953
+# %% ../nbs/11_cli.ipynb #9c60904a
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
@@ -231,7 +232,7 @@ def run(
     _long_enough(text, recipe)
     need(text.unit == 'word' or not recipe.config(len(text.vocab)).cutoffs, 'cutoffs', recipe.cutoffs, 'characters are not in the order of their frequency', 'give none, or unit=word')
     need(recipe.batch % processes()[1] == 0, 'batch', recipe.batch, f'cannot be shared by {processes()[1]} processes', 'give a multiple')
-    is_text = dict(unit=text.unit, vocab=text.hash, train=text_id(text))
+    is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and rank == 0: _create(run_dir, baseline, recipe=asdict(recipe), corpus=is_text)
     _meet()
     if resume and (rows := _report_of(run_dir, models)): return rows

@@ -6,9 +6,9 @@
 __all__ = ['BETA', 'GAMMA', 'ZETA', 'bin_concrete', 'straight_through', 'l0_prob', 'output_scale', 'HeadGates', 'lambda_at',
            'plot_gates', 'plot_heads']
 
-# %% ../nbs/04_gates.ipynb #7143b3ed
+# %% ../nbs/04_gates.ipynb #aced246f
 import math
-import numpy as np, torch, matplotlib.pyplot as plt
+import numpy as np, torch
 from torch import nn, Tensor
 from .model import need
 
@@ -92,7 +92,7 @@ def lambda_at(
     "Linear warm-up of lambda. Paper, §3.3."
     return lam * min(1., step / warmup) if warmup else lam
 
-# %% ../nbs/04_gates.ipynb #1865cf62
+# %% ../nbs/04_gates.ipynb #67cb36bc
 def plot_gates(
     probs, # (steps l h), open probability at each logged step
     steps, # (steps), number of each logged step
@@ -101,6 +101,7 @@ def plot_gates(
     "Open probability of every gate over the steps, one panel per layer."
     probs = np.asarray(probs)
     n = probs.shape[1]
+    import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
     fig, axes = plt.subplots(1, n, figsize=(1.9*n + .6, 2.1), sharey=True, squeeze=False)
     for l, ax in enumerate(axes[0]):
         ax.plot(steps, probs[:, l], lw=1)
@@ -112,12 +113,13 @@ def plot_gates(
     fig.tight_layout()
     return fig
 
-# %% ../nbs/04_gates.ipynb #7c7e2b9a
+# %% ../nbs/04_gates.ipynb #0968d7d1
 def plot_heads(
     keep # (l h), True where a head stays
 ):
     "Map of the heads that stay, a row per layer with their number, the first layer at the bottom."
     keep = np.asarray(keep)
+    import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(.3*keep.shape[1] + 1.6, .3*keep.shape[0] + .9))
     ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
     ax.set_xticks(np.arange(keep.shape[1]) + .5, range(1, keep.shape[1] + 1))

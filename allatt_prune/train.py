@@ -285,7 +285,7 @@ def _show(board, record):
     for k, v in (record | dict(open=sum(record.get('open', ())))).items():
         if isinstance(v, (int, float)) and k != 'step' and (k != 'open' or 'open' in record): board.add_scalar(k, v, record['step'])
 
-# %% ../nbs/06_train.ipynb #2f8c76a7
+# %% ../nbs/06_train.ipynb #1ea32ab8
 def _noise(seed, step, whose): # seeds torch for this step
     torch.manual_seed(int.from_bytes(hashlib.sha256(f'{seed} {step} {whose}'.encode()).digest()[:7], 'big'))
 
@@ -302,10 +302,10 @@ def _unpack(opt, tensors, rest):
         state.setdefault(int(i), {})[k] = value
     opt.load_state_dict(dict(state=state, param_groups=rest['groups']))
 
-def text_id(corpus: Corpus) -> list[int]: # length and CRC-32
-    "What tells one text to train on from another."
-    ids = np.ascontiguousarray(corpus.train)
-    return [len(ids), zlib.crc32(ids.view(np.uint8))]
+def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each split
+    "What tells one text from another."
+    splits = [np.ascontiguousarray(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
+    return [[len(ids), zlib.crc32(ids.view(np.uint8))] for ids in splits]
 
 # %% ../nbs/06_train.ipynb #c4743c72
 @dataclass
@@ -364,7 +364,7 @@ class _State:
             self.mems = None if mems is None else self.mine(mems, 1).to(self.model.pos.device)
         except (KeyError, TypeError, IndexError) as e: raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
 
-# %% ../nbs/06_train.ipynb #84e8b8d2
+# %% ../nbs/06_train.ipynb #c945a00d
 class _Both(nn.Module): # model and gates as one module
     def __init__(self, model, gates):
         super().__init__()

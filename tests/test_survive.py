@@ -1,0 +1,281 @@
+"What breaks a training: kills, signals, full disks, damaged files, numbers that are none."
+import ast, json, os, random, resource, shutil, signal, subprocess, sys, time, warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import pytest, torch
+import allatt_prune
+from allatt_prune import checkpoint, cli
+from allatt_prune import train as training
+from allatt_prune.train import Stopped, get_recipe
+
+RHYME = 'one two buckle my shoe three four knock at the door '
+SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,
+             steps=12, warmup=2, prune_steps=14, prune_warmup=2, lam_warmup=4, gate_steps=8, gate_lr=.3, lam=.5)
+FILES = [*(f'{m}/{f}.safetensors' for m in ('baseline', 'control', 'gated', 'pruned') for f in ('model', 'gates') if f == 'model' or m == 'gated'), 'metrics.jsonl']
+
+def same(a, b): return [f for f in FILES if (a/f).read_bytes() != (b/f).read_bytes()] == []
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory): # a text of 7 segments and what a run on it gives
+    folder = tmp_path_factory.mktemp('world')
+    (folder/'own.txt').write_text(RHYME * 10)
+    (folder/'long.txt').write_text(RHYME * 200)                                         # a validation takes as long as ten steps
+    os.environ['ALLATT_PRUNE_CACHE'] = str(folder/'cache')
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+    torch.set_num_threads(threads)
+
+def go(name, resume=False, models=cli.MODELS, **changes):
+    return cli.run(get_recipe('tiny', **dict(SMALL, corpus='own.txt') | changes), run_dir=name, device='cpu', resume=resume, models=models)
+
+# ---- exact resume
+
+class Crash(BaseException): "Ends the process as it is: nothing is saved on the way."
+
+PLACES = dict(baseline=('baseline', 3), epoch_end=('baseline', 6), control=('control', 5), warm_up=('gated', 2), gating=('gated', 5),
+              before_freezing=('gated', 7), after_freezing=('gated', 8), fine_tuning=('gated', 12), last_step=('gated', 13))
+
+@pytest.mark.parametrize('optimizer', ('adamw', 'lamb'))
+@pytest.mark.parametrize('how', ('signal', 'crash'))
+def test_resume_gives_the_same_bits(world, monkeypatch, how, optimizer):
+    step = training._step
+    go(whole := f'whole-{optimizer}-{how}', optimizer=optimizer)
+    freezes = []
+    for name, place in PLACES.items() if optimizer == 'adamw' else [*PLACES.items()][::4]:
+        def interrupted(s, *args):
+            if (s.phase, s.step) == place and how == 'signal': os.kill(os.getpid(), random.choice((signal.SIGTERM, signal.SIGINT)))
+            out = step(s, *args)
+            if (s.phase, s.step - 1) == place and how == 'crash': raise Crash
+            return out
+        monkeypatch.setattr(training, '_step', interrupted)
+        with pytest.raises((Stopped, Crash)): go(f'{name}-{optimizer}-{how}', optimizer=optimizer)
+        monkeypatch.setattr(training, '_step', step)
+        there = world/f'{name}-{optimizer}-{how}'
+        last = sorted((there/'checkpoints').glob(f'{place[0]}-*'))
+        if how == 'signal': assert last[-1].name == f'{place[0]}-{place[1] + 1:08d}'
+        if place[0] == 'gated' and last: freezes.append(checkpoint.load(last[-1])[1]['gates']['frozen'].item())
+        go(there.name, optimizer=optimizer, resume=True)
+        assert same(there, world/whole), name
+        assert not [p for p in there.rglob('*') if '.tmp-' in p.name]
+    if how == 'signal' and optimizer == 'adamw': assert freezes == [False, False, False, True, True, True]
+
+def test_interrupted_again_and_again(world, monkeypatch):
+    go('whole')
+    step, calls = training._step, []
+    def every_third(s, *args):
+        calls.append(s.step)
+        if len(calls) % 3 == 0: os.kill(os.getpid(), signal.SIGTERM)
+        return step(s, *args)
+    monkeypatch.setattr(training, '_step', every_third)
+    ends = 0
+    while True:
+        try: go('often', resume=ends > 0); break
+        except Stopped: ends += 1
+    assert ends >= 12 and same(world/'often', world/'whole')
+
+def test_in_the_middle_of_a_validation(world, monkeypatch):
+    forward, pieces = allatt_prune.model.LM.forward, []
+    def watched(self, *args):
+        if not self.training:
+            pieces.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *args)
+    monkeypatch.setattr(allatt_prune.model.LM, 'forward', watched)
+    with pytest.raises(Stopped): go('valid', corpus='long.txt')
+    monkeypatch.setattr(allatt_prune.model.LM, 'forward', forward)
+    assert len(pieces) == 1 and (world/'valid'/'checkpoints'/'baseline-00000005').exists()     # it has two, and ended after the first
+    go('valid', corpus='long.txt', resume=True)
+    go('valid-whole', corpus='long.txt')
+    assert same(world/'valid', world/'valid-whole')
+
+def test_the_text_must_be_the_same(world):
+    (world/'changes.txt').write_text(RHYME * 10)
+    go('changes', corpus='changes.txt', models=cli.MODELS[:1])
+    for other in (RHYME * 9 + RHYME[::-1], RHYME[::-1] + RHYME * 9):                    # another test split, another training split
+        (world/'changes.txt').write_text(other)
+        with pytest.raises(allatt_prune.data.DataError, match='corpus=.*: not the text of the run in changes'): go('changes', corpus='changes.txt', resume=True)
+
+def test_only_one_works_in_a_folder(world):
+    cli._create(Path('busy'), None, recipe={})
+    with cli._alone(Path('busy')):
+        done = subprocess.run([sys.executable, '-c', 'from allatt_prune.cli import Path, _alone\nwith _alone(Path("busy")): print("in")'], capture_output=True, text=True)
+    assert 'in\n' not in done.stdout and 'run_dir=busy: another process works there' in done.stderr
+
+# ---- numbers that are none
+
+@pytest.mark.parametrize('what', ('loss', 'gradient', 'gate gradient'))
+@pytest.mark.parametrize('value', (float('nan'), float('inf')))
+def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value):
+    backward, moved, name = training._backward, [], f'{what}-{value}'.replace(' ', '-')
+    def poisoned(loss, model, gates, opts, clip):
+        norms = backward(loss, model, gates, opts, clip)
+        if gates is not None and len(moved) == 6:
+            if what == 'loss': raise AssertionError('came too far')
+            norms[0 if what == 'gradient' else 1] = torch.tensor(value)
+        return norms
+    adam = torch.optim.AdamW.step
+    monkeypatch.setattr(training, '_backward', poisoned)
+    monkeypatch.setattr(torch.optim.AdamW, 'step', lambda self, *a: (moved.append(1), adam(self, *a))[1])
+    both = training._Both.forward
+    def forward(self, x, y, mems, lam, seed, step):
+        loss, nll, mems = both(self, x, y, mems, lam, seed, step)
+        return (loss, nll * value, mems) if what == 'loss' and self.gates is not None and step == 6 else (loss, nll, mems)
+    monkeypatch.setattr(training._Both, 'forward', forward)
+    recipe = get_recipe('tiny', **SMALL, corpus='own.txt')
+    text = allatt_prune.data.load_corpus('own.txt')
+    model = allatt_prune.model.LM(recipe.config(len(text.vocab)))
+    gates = allatt_prune.gates.HeadGates(2, 4)
+    if what == 'loss': monkeypatch.setattr(training, '_backward', backward)
+    with pytest.raises(FloatingPointError, match=r'loss=\S+: gated diverged at step 6, gradient norm \S+; give a smaller'):
+        training.train(model, text, recipe, gates, world/name)
+    assert len(moved) == 6
+    config, parts = checkpoint.newest(world/name/'checkpoints', 'gated')
+    assert config['step'] == 4 and all(x.isfinite().all() for part in parts.values() for x in (part or {}).values() if torch.is_tensor(x))
+
+def test_what_is_not_finite_is_not_saved(world):
+    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
+    model = allatt_prune.model.LM(recipe.config(len(text.vocab)))
+    s = training._State('baseline', recipe, text, model, None, training.make_optimizers(model, None, recipe))
+    s.save('finite')
+    with torch.no_grad(): model.pos[0, 0] = float('inf')
+    s.step = 1
+    with pytest.raises(FloatingPointError, match='pos=inf: model diverged in baseline before step 1'): s.save('finite')
+    assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 0
+
+# ---- damaged files
+
+@pytest.fixture(scope='module')
+def saved(world):
+    go('damage')
+    return world/'damage'/'checkpoints'
+
+@pytest.mark.parametrize('how', ('cut', 'flip'))
+def test_damage_is_refused_by_name(world, saved, how):
+    rng, newest = random.Random(how), sorted(saved.glob('gated-*'))[-1]
+    files, warned = sorted(newest.iterdir()), 0
+    assert len(files) == 9 and len(sorted(saved.glob('gated-*'))) == 2
+    older = checkpoint.load(sorted(saved.glob('gated-*'))[0])[0]['step']
+    for i in range(200):
+        file = files[i % len(files)]
+        data = file.read_bytes()
+        bit = rng.randrange(8 * len(data))
+        file.write_bytes(data[:bit // 8] if how == 'cut' else data[:bit//8] + bytes([data[bit//8] ^ 1 << bit % 8]) + data[bit//8 + 1:])
+        with pytest.raises(OSError, match=str(newest)): checkpoint.load(newest)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            assert checkpoint.newest(saved, 'gated')[0]['step'] == older
+        warned += len(said) == 1 and str(newest) in str(said[0].message) and 'going back' in str(said[0].message)
+        file.write_bytes(data)
+    assert warned == 200 and checkpoint.newest(saved, 'gated')[0]['step'] > older
+
+def test_resumes_from_the_older_one_and_says_so(world):
+    go('whole-d')
+    shutil.copytree('whole-d', 'older')
+    for f in ('gated', 'pruned'): shutil.rmtree(f'older/{f}')
+    Path('older/report.json').unlink()
+    file = sorted(Path('older/checkpoints').glob('gated-*'))[-1]/'model.safetensors'
+    file.write_bytes(file.read_bytes()[:-1])
+    done = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'older', '--resume'], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert done.returncode == 0 and done.stderr.count('\n') == 1, done.stderr
+    assert done.stderr.startswith(f'allatt-prune: warning: checkpoint={file.parent}: model.safetensors is damaged') and 'going back' in done.stderr
+    assert same(world/'older', world/'whole-d')
+
+# ---- killed while saving; a full disk
+
+SAVER = '''
+import os, random, signal, sys, time, torch
+from pathlib import Path
+from allatt_prune import checkpoint
+torch.set_num_threads(1)
+folder, rng, hit = Path(sys.argv[1]), random.Random(0), 0
+for i in range(int(sys.argv[2])):
+    found = checkpoint.newest(folder, 'x')
+    first = found[0]['step'] + 1 if found else 0
+    pid = os.fork()
+    if pid == 0:
+        for step in range(first, 10**6): checkpoint.save_step(folder, 'x', step, dict(step=step), model={str(k): torch.full((50_000,), float(step)) for k in range(4)}, more=[step])
+    while not list(folder.glob('x-*')): time.sleep(.01)
+    time.sleep(rng.uniform(.02, .2))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    hit += bool(list(folder.glob('.x-*.tmp-*')))
+    config, parts = checkpoint.newest(folder, 'x')                                     # and no warning: none that has a name is damaged
+    names = sorted(p.name for p in folder.glob('x-*'))
+    assert config['step'] >= first and all((x == config['step']).all() for x in parts['model'].values()) and parts['more'] == [config['step']]
+    assert names[-1] == f"x-{config['step']:08d}" and 1 <= len(names) <= 3, names
+checkpoint.save_step(folder, 'x', 10**7, {})
+print(hit, len(list(folder.glob('.x-*'))))
+'''
+
+def test_killed_while_saving(world):
+    (world/'saver').mkdir()
+    done = subprocess.run([sys.executable, '-W', 'error', '-c', SAVER, 'saver', '20'], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    hit, left = map(int, done.stdout.split())
+    assert hit >= 5 and left == 0                                                       # the kills did fall into the writing; what they left is swept
+
+def test_disk_full(world):
+    go('full', models=cli.MODELS[:1], steps=4)                                          # a run of which only the baseline is there
+    good = {p: p.read_bytes() for p in (world/'full').rglob('*') if p.is_file()}
+    limit = 50_000
+    done = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'full', '--resume'], capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    line, = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
+    assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'speed.jsonl'))
+    assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
+    go('full', steps=4, resume=True)                                                    # room was made
+    go('full-whole', steps=4)
+    assert same(world/'full', world/'full-whole')
+
+# ---- real signals to the real command
+
+def shell(*args): return [sys.executable, '-m', 'allatt_prune', 'run', *args]
+
+def test_real_signals(world):
+    busy = dict(training=dict(save_every=0, valid_every=0), evaluation=dict(save_every=0, valid_every=1), saving=dict(save_every=1, valid_every=0))
+    common = dict(SMALL, steps=100, prune_steps=100, gate_steps=50)
+    env = os.environ | dict(OMP_NUM_THREADS='1')
+    def options(what): return [x for k, v in {**common, **busy[what], 'corpus': 'long.txt'}.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    cases = [(what, sig) for what in busy for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)] + [('report', signal.SIGTERM)]
+    def one(i):
+        (what, sig), name, rng = cases[i], f'signal{i}', random.Random(i)
+        job = subprocess.Popen(shell(*options('training' if what == 'report' else what), '--run-dir', name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        wanted = world/name/('pruned' if what == 'report' else 'metrics.jsonl')
+        while not wanted.exists() and job.poll() is None: time.sleep(.005)
+        time.sleep(0 if what == 'report' else rng.uniform(0, 1))
+        job.send_signal(sig)
+        _, err = job.communicate(timeout=60)
+        again = subprocess.run(shell('--run-dir', name, '--resume'), capture_output=True, text=True, env=env)
+        return job.returncode, err, again
+    with ThreadPoolExecutor(2) as pool:
+        whole = {what: pool.submit(subprocess.run, shell(*options(what), '--run-dir', f'whole-{what}'), env=env, capture_output=True) for what in ('training', 'evaluation')}
+        results = [pool.submit(one, i) for i in range(len(cases))]
+    for i, ((what, sig), result) in enumerate(zip(cases, results)):
+        status, err, again = result.result()
+        assert status == 128 + sig and err == f'allatt-prune: error: signal={sig.name}: stopped; --resume goes on with what was begun\n', (what, err)
+        assert again.returncode == 0 and again.stderr == '', again.stderr
+        assert same(world/f'signal{i}', world/('whole-evaluation' if what == 'evaluation' else 'whole-training')), (what, sig)
+
+# ---- nothing that can run a stranger's code
+
+def test_nothing_can_unpickle():
+    banned = {'pickle', 'cPickle', 'dill', 'joblib', 'shelve', 'marshal', 'yaml'}
+    seen = 0
+    for file in Path(allatt_prune.__file__).parent.glob('*.py'):
+        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+            names = [a.name for a in node.names] + [getattr(node, 'module', None) or ''] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            assert not {n.split('.')[0] for n in names} & banned, (file, node.lineno)
+            if not isinstance(node, ast.Call): continue
+            seen += 1
+            called = ast.unparse(node.func)
+            assert called not in ('eval', 'exec', 'compile', '__import__', 'os.system', 'os.popen', 'torch.load', 'torch.save', 'np.load', 'yaml.load'), (file, node.lineno)
+            assert not called.startswith(('pickle.', 'dist.')) or not called.endswith(('_object', '_object_list', 'loads', 'load')), (file, node.lineno)
+            for k in node.keywords:
+                value = getattr(k.value, 'value', None)
+                assert (k.arg, value) not in (('weights_only', False), ('allow_pickle', True), ('shell', True)), (file, node.lineno)
+    assert seen > 500
