@@ -6,8 +6,8 @@
 __all__ = ['MODELS', 'ROWS', 'SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device',
            'stored_recipe', 'run', 'time_recipe', 'time_table', 'parallel', 'main']
 
-# %% ../nbs/11_cli.ipynb #dd421ef7
-import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, warnings
+# %% ../nbs/11_cli.ipynb #f1ddfd66
+import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, time, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -473,7 +473,7 @@ def _run(argv):
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if f.name in settings and (v := getattr(args, f.name)) is not None}
     dict(time=_time, evaluate=_evaluate, download=_download).get(args.command, _jobs)(args, changes)
 
-# %% ../nbs/11_cli.ipynb #80f776be
+# %% ../nbs/11_cli.ipynb #e0984ffd
 def _stop(signum, frame): raise Stopped(signum)
 
 def _say(message, *_): print(f'allatt-prune: warning: {str(message).splitlines()[0]}', file=sys.stderr)
@@ -488,14 +488,15 @@ def main(argv: list[str]|None = None): # arguments; None: those of the process
             warnings.simplefilter('always', UserWarning)
             warnings.showwarning = _say
             return _run(argv)
-    except Stopped as e: message, status = f'signal={signal.Signals(e.signum).name}: stopped; --resume goes on with what was begun', 128 + e.signum
+    except Stopped as e: message, status, all_know = f'signal={signal.Signals(e.signum).name}: stopped; --resume goes on with what was begun', 128 + e.signum, True
     except Exception as e:
         if '--debug' in argv: raise
         message, status = (str(e) or type(e).__name__).splitlines()[0], 2 if isinstance(e, ValueError) and not isinstance(e, DataError) else 1
+        all_know = processes()[1] == 1 or isinstance(e, (ValueError, FloatingPointError))
         if type(e) is RuntimeError and processes()[1] > 1: message = f'process={processes()[0]}: ended with another one ({message}); see what that says'
     finally:
         for s, handler in before.items(): signal.signal(s, handler)
-    rank = int(os.environ.get('RANK', 0))
-    if rank == 0 or status == 1: print(f'allatt-prune: error: {message}', file=sys.stderr, flush=True)
+    if all_know and int(os.environ.get('RANK', 0)): time.sleep(3)                      # what befalls all, the first one says, if it is given the time
+    else: print(f'allatt-prune: error: {message}', file=sys.stderr, flush=True)
     if processes()[1] > 1: os._exit(status)                                            # without waiting for the others, who may never come
     sys.exit(status)

@@ -233,7 +233,7 @@ class Signals:
         for s, handler in self.before.items(): signal.signal(s, handler)
         if self.came and kind is None: raise Stopped(self.came)                    # came too late for the loop, but is not lost
 
-# %% ../nbs/06_train.ipynb #0ed1711b
+# %% ../nbs/06_train.ipynb #7e018d14
 def _lines(file): # of a file of records; half a line at its end, which a kill may leave, is none
     try: text = file.read_text(encoding='utf-8') if file.exists() else ''
     except (OSError, UnicodeDecodeError) as e: raise OSError(f'metrics={file}: {getattr(e, "strerror", None) or e}; check the file') from e
@@ -270,7 +270,7 @@ def _rewind(run_dir, phase, step): # forget what was written after the checkpoin
         os.replace(tmp, file)
 
 def _record(phase, step, nll, norm, lam, opt, gates, **more):
-    rec = dict(phase=phase, step=step, loss=round(nll, 5), lr=opt.param_groups[0]['lr'], grad_norm=round(norm, 5), **more)
+    rec = dict(phase=phase, step=step, loss=round(nll, 6), lr=opt.param_groups[0]['lr'], grad_norm=round(norm, 5), **more)
     if gates is None: return rec
     probs = [[round(p, 4) for p in row] for row in gates.open_prob().tolist()]
     return dict(rec, lam=lam, open=gates.open_mask().sum(1).tolist(), open_prob=probs)

@@ -1,0 +1,151 @@
+"Several processes are one training: the same weights, one writer, one end."
+import copy, json, math, os, shutil, signal, subprocess, sys, time
+from pathlib import Path
+import numpy as np, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
+from allatt_prune import checkpoint
+from allatt_prune import train as training
+from allatt_prune.data import Corpus
+from allatt_prune.gates import HeadGates
+from allatt_prune.model import LM
+from allatt_prune.train import get_recipe, train
+
+SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
+             steps=20, warmup=2, prune_steps=20, prune_warmup=2, lam_warmup=4, gate_steps=12, gate_lr=.1, lam=.3, eval_tokens=400)
+RHYME = 'one two buckle my shoe three four knock at the door '
+
+def make(dtype, optimizer='adamw', **changes): # a model, gates and a text whose end comes within 20 steps
+    torch.manual_seed(0)
+    recipe = get_recipe('tiny', **SMALL | changes, optimizer=optimizer)
+    ids = torch.randint(40, (1700,)).numpy()
+    corpus = Corpus('numbers', ids[:1000], ids[1000:1500], ids[1500:], [str(i) for i in range(40)], 'char')
+    return LM(recipe.config(40)).to(dtype), corpus, recipe, HeadGates(2, 4).to(dtype)
+
+def state(model, gates): return {**model.state_dict(), **gates.state_dict()}
+
+CASES = dict(double=(torch.float64, 'adamw', {}), double_lamb=(torch.float64, 'lamb', {}), single=(torch.float32, 'adamw', {}), words=(torch.float64, 'adamw', dict(cutoffs=(10, 20), valid_every=7)),
+             xl=(torch.float64, 'adamw', dict(n_persistent=0, d_ff=32)))
+
+def join(rank, world, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=world)
+
+def of_process(rank, world, folder):
+    join(rank, world, folder)
+    for name, (dtype, optimizer, changes) in CASES.items():
+        model, corpus, recipe, gates = make(dtype, optimizer, **changes)
+        noise = []
+        draw = gates.forward
+        gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
+        records = train(model, corpus, recipe, gates, f'{folder}/{name}')
+        checkpoint.save(f'{folder}/{name}-{rank}', dict(records=records), state=state(model, gates), noise=dict(noise=torch.stack(noise)))
+    model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
+    forward = LM.forward
+    def poisoned(self, *args):
+        loss, mems = forward(self, *args)
+        poisoned.calls += 1
+        return (loss * math.nan if rank == 1 and poisoned.calls == 7 else loss), mems
+    poisoned.calls, LM.forward = 0, poisoned
+    try: train(model, corpus, recipe, gates, f'{folder}/nan')
+    except FloatingPointError as e: Path(f'{folder}/nan-{rank}').write_text(str(e))
+    LM.forward = forward
+    dist.destroy_process_group()
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('two')
+    mp.spawn(of_process, (2, str(folder)), nprocs=2)
+    return folder
+
+@pytest.mark.parametrize('case', CASES)
+def test_two_processes_are_one(two, case):
+    dtype, optimizer, changes = CASES[case]
+    model, corpus, recipe, gates = make(dtype, optimizer, **changes)
+    noise, draw = [], gates.forward
+    gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
+    records = train(model, corpus, recipe, gates)
+    one, (a, b) = state(model, gates), (checkpoint.load(two/f'{case}-{rank}') for rank in (0, 1))
+    for k in one:
+        assert torch.equal(a[1]['state'][k], b[1]['state'][k]), k                       # on both the same bits
+        if dtype == torch.float64: torch.testing.assert_close(a[1]['state'][k], one[k], rtol=0, atol=1e-12)
+    assert torch.equal(a[1]['noise']['noise'], b[1]['noise']['noise']) and len(noise) >= 20
+    if dtype == torch.float64: assert (a[1]['noise']['noise'] - torch.stack(noise)).abs().max() == 0
+    assert one['log_alpha'].std() > .01 and (torch.stack(noise) == 0).any()             # the gates did move, and did close by chance
+    for mine, theirs, others in zip(records, a[0]['records'], b[0]['records']):
+        assert abs(mine['loss'] - theirs['loss']) <= 1e-5 and theirs['loss'] == others['loss']
+        assert abs(mine.get('valid', 0) - theirs.get('valid', 0)) < 1e-10
+    assert [json.loads(line)['step'] for line in (two/case/'metrics.jsonl').read_text().splitlines()] == list(range(20))   # written once
+
+def test_nan_in_one_stops_all(two):
+    for rank in (0, 1): assert (two/f'nan-{rank}').read_text().startswith('loss=nan: gated diverged at step 6, gradient norm nan')
+
+def test_shares_need_a_multiple(tmp_path, monkeypatch):
+    model, corpus, recipe, gates = make(torch.float32)
+    monkeypatch.setattr(training, 'processes', lambda: (0, 3))
+    with pytest.raises(ValueError, match='batch=4: cannot be shared by 3 processes; give a multiple'): train(model, corpus, recipe)
+
+# ---- the real launcher
+
+def torchrun(folder, *args, n=2): return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', str(n), *args],
+    cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(ALLATT_PRUNE_CACHE=str(folder/'cache'), OMP_NUM_THREADS='1'))
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path/'own.txt').write_text(RHYME * 60)
+    return tmp_path
+
+OPTIONS = [x for k, v in dict(SMALL, corpus='own.txt', dropout=.1).items() for x in (f"--{k.replace('_', '-')}", str(v))]
+
+def test_sigterm_to_torchrun_saves_and_one_process_goes_on(folder):
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--steps', '5000', '--run-dir', 'x')
+    while not (folder/'x'/'metrics.jsonl').exists() and job.poll() is None: time.sleep(.01)
+    time.sleep(.5)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode != 0 and err.count('allatt-prune: error: signal=SIGTERM: stopped') == 1, err
+    saved, = (folder/'x'/'checkpoints').iterdir()
+    step = checkpoint.load(saved)[0]['step']
+    assert json.loads((folder/'x'/'metrics.jsonl').read_text().splitlines()[-1])['step'] == step - 1 > 0
+    recipe = json.loads((folder/'x'/'recipe.json').read_text())
+    (folder/'x'/'recipe.json').write_text(json.dumps(recipe))
+    again = subprocess.Popen([sys.executable, '-m', 'allatt_prune', 'train', '--run-dir', 'x', '--resume'], cwd=folder, stderr=subprocess.PIPE, text=True,
+                             env=os.environ | dict(ALLATT_PRUNE_CACHE=str(folder/'cache'), OMP_NUM_THREADS='1'))
+    while len((folder/'x'/'metrics.jsonl').read_text().splitlines()) < step + 5 and again.poll() is None: time.sleep(.01)
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(timeout=60) == 143
+    steps = [json.loads(line)['step'] for line in (folder/'x'/'metrics.jsonl').read_text().splitlines()]
+    assert steps == list(range(len(steps))) and len(steps) >= step + 5                 # none twice, none left out
+
+def test_run_on_two_processes(folder):
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x')
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0 and out.count('report: x/report.md') == 1, err
+    assert len(json.loads((folder/'x'/'report.json').read_text())['rows']) == 4
+    job = torchrun(folder, '-m', 'allatt_prune', 'prune', 'x/baseline', '--run-dir', 'p')
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0 and out.count('report: p/report.md') == 1, err
+
+BREAKS = '''
+import os
+from allatt_prune import cli, train
+step = train._step
+def broken(s, *args):
+    if s.step == 3 and os.environ['RANK'] == '1': raise OSError('disk=b: gone; find it')
+    return step(s, *args)
+train._step = broken
+cli.main()
+'''
+
+def test_any_exception_ends_all(folder):
+    (folder/'breaks.py').write_text(BREAKS)
+    began = time.time()
+    job = torchrun(folder, 'breaks.py', 'run', *OPTIONS, '--run-dir', 'x')
+    _, err = job.communicate(timeout=120)
+    assert job.returncode != 0 and 'allatt-prune: error: disk=b: gone; find it' in err and time.time() - began < 60, err
+    assert 'cli.py' not in err                                                          # no traceback of ours
+    assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
+
+def test_refusals_are_said_once(folder):
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', '3')
+    _, err = job.communicate(timeout=120)
+    assert job.returncode != 0 and err.count('allatt-prune: error:') == 1 and 'batch=3: cannot be shared by 2 processes' in err
+    assert not (folder/'x').exists()
