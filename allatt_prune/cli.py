@@ -173,7 +173,7 @@ def _long_enough(text, r): # to train on, to fill a memory before timing, and to
         raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full memory need {n}, '
                         f'and something must be held out; give more text, or a smaller batch or mem_len')
 
-# %% ../nbs/11_cli.ipynb #1f7f3c24
+# %% ../nbs/11_cli.ipynb #77ed1a72
 def stored_recipe(
     run_dir: str|Path
 ) -> Recipe:
@@ -187,6 +187,7 @@ def _create(run_dir, baseline, **files): # a run directory with its first files,
     tmp = None
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.sweep(run_dir.parent, run_dir.name)
         tmp = Path(tempfile.mkdtemp(prefix=f'.{run_dir.name}.tmp-', dir=run_dir.parent))
         for name, content in files.items(): checkpoint.write_file(tmp/f'{name}.json', (json.dumps(content, indent=1) + '\n').encode())
         if baseline: shutil.copytree(baseline, tmp/'baseline')
@@ -212,7 +213,7 @@ def _report_of(run_dir, models): # its rows, if it is about these models
     except (OSError, ValueError, KeyError): return None
     return rows if {r['model'] for r in rows} >= set(models) else None
 
-# %% ../nbs/11_cli.ipynb #9c60904a
+# %% ../nbs/11_cli.ipynb #119896f2
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
@@ -244,7 +245,8 @@ def run(
         if rank == 0 and gates is not None:
             about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
                          tokens=rows[0]['tokens'], environment=environment(device))
-            write_report(run_dir, rows, gates, [r for r in read_metrics(run_dir) if r['phase'] == 'gated'], about)
+            try: write_report(run_dir, rows, gates, [r for r in read_metrics(run_dir) if r['phase'] == 'gated'], about)
+            except OSError as e: raise OSError(f'run_dir={run_dir}: report: {e.strerror or e}; make room, then --resume') from e
     return rows
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table

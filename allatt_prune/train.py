@@ -307,7 +307,7 @@ def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each spli
     splits = [np.ascontiguousarray(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
     return [[len(ids), zlib.crc32(ids.view(np.uint8))] for ids in splits]
 
-# %% ../nbs/06_train.ipynb #c4743c72
+# %% ../nbs/06_train.ipynb #4024d008
 @dataclass
 class _State:
     phase: str
@@ -320,6 +320,8 @@ class _State:
     mems: Tensor|None = None # of the streams of this process
     best: float|None = None # lowest validation loss so far
     saved: int|None = None # step of the last checkpoint
+
+    def __post_init__(self): self.text = text_id(self.corpus)
 
     def mine(self, x, dim=0): # the streams of this process
         rank, world = processes()
@@ -338,7 +340,7 @@ class _State:
             for k, x in (tensors or {}).items():
                 if torch.is_tensor(x) and not x.isfinite().all():
                     raise FloatingPointError(f'{k}={x.abs().max().item()}: {p} diverged in {self.phase} before step {self.step}; give a smaller learning rate or lam')
-        config = dict(phase=self.phase, step=self.step, best=self.best, recipe=asdict(self.recipe), text=text_id(self.corpus))
+        config = dict(phase=self.phase, step=self.step, best=self.best, recipe=asdict(self.recipe), text=self.text)
         if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', self.phase, self.step, config, **parts)
         if world > 1: dist.barrier()
         self.saved = self.step
@@ -352,7 +354,7 @@ class _State:
             for f in fields(Recipe):
                 old, new = getattr(was, f.name), getattr(self.recipe, f.name)
                 need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
-            if config['text'] != text_id(self.corpus):
+            if config['text'] != self.text:
                 raise DataError(f'corpus={self.corpus.name}: not the text that {path} was trained on; give that one to resume')
             checkpoint.fit(self.model, parts['model'], path)
             if self.gates is not None:
