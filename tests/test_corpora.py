@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 import numpy as np, pytest
 from hypothesis import given, settings, strategies as st
-from allatt_prune import data
+from allatt_prune import checkpoint, data
 from allatt_prune.cli import main
 from allatt_prune.data import blocks, load_corpus
 
@@ -444,9 +444,9 @@ def test_evaluate_refuses(trained, capfd):
     for part in ('gates.safetensors', 'vocab.json'):
         shutil.copytree('r/gated', f'no-{part}')
         os.remove(f'no-{part}/{part}')
-        refused(capfd, f'evaluate no-{part} --corpus a.txt', part.partition('.')[0] + ' is missing there')
-    shutil.copytree('r/gated', 'odd')
-    made('odd/vocab.json', '[]')
+        refused(capfd, f'evaluate no-{part} --corpus a.txt', f'{part} is missing')
+    config, parts = checkpoint.load('r/gated')
+    checkpoint.save('odd', config, **parts | dict(vocab=[]))
     refused(capfd, 'evaluate odd --corpus a.txt', 'vocab.json is damaged')
     refused(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=(2, 5)', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)

@@ -38,6 +38,9 @@ def of_process(rank, world, folder):
         gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
         records = train(model, corpus, recipe, gates, f'{folder}/{name}')
         checkpoint.save(f'{folder}/{name}-{rank}', dict(records=records), state=state(model, gates), noise=dict(noise=torch.stack(noise)))
+    model, corpus, recipe, gates = make(torch.float64)                                # begun by one process, ended by two
+    train(model, corpus, recipe, gates, f'{folder}/grown', resume=True)
+    checkpoint.save(f'{folder}/grown-{rank}', {}, state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
     forward = LM.forward
     def poisoned(self, *args):
@@ -53,6 +56,14 @@ def of_process(rank, world, folder):
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp('two')
+    step = training._step
+    def interrupted(s, *args):
+        if s.step == 13: os.kill(os.getpid(), signal.SIGTERM)
+        return step(s, *args)
+    model, corpus, recipe, gates = make(torch.float64)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(training.Stopped):
+        patch.setattr(training, '_step', interrupted)
+        train(model, corpus, recipe, gates, folder/'grown')
     mp.spawn(of_process, (2, str(folder)), nprocs=2)
     return folder
 
@@ -74,6 +85,11 @@ def test_two_processes_are_one(two, case):
         assert abs(mine['loss'] - theirs['loss']) <= 1e-5 and theirs['loss'] == others['loss']
         assert abs(mine.get('valid', 0) - theirs.get('valid', 0)) < 1e-10
     assert [json.loads(line)['step'] for line in (two/case/'metrics.jsonl').read_text().splitlines()] == list(range(20))   # written once
+
+def test_begun_by_one_ended_by_two(two):
+    model, corpus, recipe, gates = make(torch.float64)
+    train(model, corpus, recipe, gates)
+    for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
 
 def test_nan_in_one_stops_all(two):
     for rank in (0, 1): assert (two/f'nan-{rank}').read_text().startswith('loss=nan: gated diverged at step 6, gradient norm nan')
