@@ -307,9 +307,9 @@ def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each spli
     splits = [np.ascontiguousarray(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
     return [[len(ids), zlib.crc32(ids.view(np.uint8))] for ids in splits]
 
-# %% ../nbs/06_train.ipynb #4024d008
+# %% ../nbs/06_train.ipynb #0bb628bb
 @dataclass
-class _State:
+class _State: # a training between two steps
     phase: str
     recipe: Recipe # with the schedule of the phase
     corpus: Corpus
@@ -322,49 +322,47 @@ class _State:
     saved: int|None = None # step of the last checkpoint
 
     def __post_init__(self): self.text = text_id(self.corpus)
-
-    def mine(self, x, dim=0): # the streams of this process
+    def mine(self, x, dim=0): # the share of this process in what belongs to all streams
         rank, world = processes()
         return x.chunk(world, dim)[rank] if world > 1 else x
+    def modules(self): return dict(model=self.model) if self.gates is None else dict(model=self.model, gates=self.gates)
 
-    def save(self, run_dir):
-        if self.saved == self.step: return
-        (rank, world), mems = processes(), self.mems
-        if mems is not None and world > 1:
-            shares = [torch.empty_like(mems) for _ in range(world)]
-            dist.all_gather(shares, mems.contiguous())
-            mems = torch.cat(shares, 1)
-        parts = dict(model=self.model.state_dict(), gates=None if self.gates is None else self.gates.state_dict(), mems=None if mems is None else dict(mems=mems))
-        for i, o in enumerate(self.opts): parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'] = _pack(o)
-        for p, tensors in parts.items():
-            for k, x in (tensors or {}).items():
-                if torch.is_tensor(x) and not x.isfinite().all():
-                    raise FloatingPointError(f'{k}={x.abs().max().item()}: {p} diverged in {self.phase} before step {self.step}; give a smaller learning rate or lam')
-        config = dict(phase=self.phase, step=self.step, best=self.best, recipe=asdict(self.recipe), text=self.text)
-        if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', self.phase, self.step, config, **parts)
-        if world > 1: dist.barrier()
-        self.saved = self.step
+# %% ../nbs/06_train.ipynb #be5634d3
+def _save(s, run_dir):
+    if s.saved == s.step: return
+    (rank, world), parts = processes(), {name: m.state_dict() for name, m in s.modules().items()}
+    if s.mems is not None:
+        shares = [torch.empty_like(s.mems) for _ in range(world)]
+        if world > 1: dist.all_gather(shares, s.mems.contiguous())
+        parts['mems'] = dict(mems=torch.cat(shares, 1) if world > 1 else s.mems)
+    for i, o in enumerate(s.opts): parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'] = _pack(o)
+    for name, tensors in parts.items():
+        for k, x in tensors.items():
+            if torch.is_tensor(x) and not x.isfinite().all():
+                raise FloatingPointError(f'{k}={x.abs().max().item()}: {name} diverged in {s.phase} before step {s.step}; give a smaller learning rate or lam')
+    config = dict(phase=s.phase, step=s.step, best=s.best, recipe=asdict(s.recipe), text=s.text)
+    if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', s.phase, s.step, config, **parts)
+    if world > 1: dist.barrier()
+    s.saved = s.step
 
-    def restore(self, run_dir):
-        found = checkpoint.newest(Path(run_dir)/'checkpoints', self.phase)
-        if found is None: return
-        (config, parts), path = found, f'{run_dir}/checkpoints/{self.phase}'
-        try:
-            was = Recipe(**config['recipe'])
-            for f in fields(Recipe):
-                old, new = getattr(was, f.name), getattr(self.recipe, f.name)
-                need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
-            if config['text'] != self.text:
-                raise DataError(f'corpus={self.corpus.name}: not the text that {path} was trained on; give that one to resume')
-            checkpoint.fit(self.model, parts['model'], path)
-            if self.gates is not None:
-                checkpoint.fit(self.gates, parts['gates'], path)
-                if self.gates.frozen: self.gates.freeze()
-            for i, o in enumerate(self.opts): _unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
-            self.step = self.saved = config['step']
-            self.best, mems = config['best'], parts['mems'] and parts['mems']['mems']
-            self.mems = None if mems is None else self.mine(mems, 1).to(self.model.pos.device)
-        except (KeyError, TypeError, IndexError) as e: raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
+# %% ../nbs/06_train.ipynb #63488ca2
+def _restore(s, run_dir): # nothing happens if there is no checkpoint of this phase
+    found = checkpoint.newest(Path(run_dir)/'checkpoints', s.phase)
+    if found is None: return
+    (config, parts), path = found, f'{run_dir}/checkpoints/{s.phase}'
+    try:
+        was = Recipe(**config['recipe'])
+        for f in fields(Recipe):
+            old, new = getattr(was, f.name), getattr(s.recipe, f.name)
+            need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
+        if config['text'] != s.text: raise DataError(f'corpus={s.corpus.name}: not the text that {path} was trained on; give that one to resume')
+        for name, m in s.modules().items(): checkpoint.fit(m, parts[name], path)
+        if s.gates is not None and s.gates.frozen: s.gates.freeze()
+        for i, o in enumerate(s.opts): _unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
+        s.step, s.best = config['step'], config['best']
+        if 'mems' in parts: s.mems = s.mine(parts['mems']['mems'], 1).to(s.model.pos.device)
+    except (KeyError, TypeError, IndexError) as e: raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
+    s.saved = s.step
 
 # %% ../nbs/06_train.ipynb #c945a00d
 class _Both(nn.Module): # model and gates as one module
@@ -389,7 +387,7 @@ def _backward(loss, model, gates, opts, clip): # norms of the gradients of model
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     return [norm] if gates is None or gates.log_alpha.grad is None else [norm, gates.log_alpha.grad.norm()]
 
-# %% ../nbs/06_train.ipynb #e7dc9aaf
+# %% ../nbs/06_train.ipynb #e5906ae2
 def _step(s, together, streams, at, signals): # loss, norm of the gradient, lambda, whether to stop
     r, step, device = s.recipe, s.step, s.model.pos.device
     if at == 0: s.mems = None
@@ -422,7 +420,7 @@ def _begin(s, run_dir, resume): # the records so far
     if run_dir is None:
         need(not resume, 'resume', True, 'nothing to go on from', 'give run_dir')
         return []
-    if resume: s.restore(run_dir)
+    if resume: _restore(s, run_dir)
     if processes()[0]: return []
     if resume: _rewind(run_dir, s.phase, s.step)
     records = [r for r in read_metrics(run_dir) if r['phase'] == s.phase]
@@ -434,7 +432,7 @@ def _warn_of(lam, most): # most: what a symbol costs a model that knows nothing
     if lam == 0: warnings.warn('lam=0: open heads cost nothing, so none need close; give more', stacklevel=3)
     if lam > most: warnings.warn(f'lam={lam:g}: a head costs more than knowing nothing about a symbol ({most:.1f} nats), so all may close; give less', stacklevel=3)
 
-# %% ../nbs/06_train.ipynb #e6020d01
+# %% ../nbs/06_train.ipynb #4a10b359
 def train(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read; its validation split at validations
@@ -472,11 +470,11 @@ def train(
                     if run_dir and rank == 0: _append(run_dir, records[-1])
                     if board: _show(board, records[-1])
                 if stop: raise Stopped(signals.came or signal.SIGTERM)                  # on all processes, though it came to one
-                if run_dir and r.save_every and s.step % r.save_every == 0: s.save(run_dir)
+                if run_dir and r.save_every and s.step % r.save_every == 0: _save(s, run_dir)
         except Stopped:
-            if run_dir: s.save(run_dir)
+            if run_dir: _save(s, run_dir)
             raise
-        if run_dir: s.save(run_dir)
+        if run_dir: _save(s, run_dir)
     if board: board.close()
     if gates is not None: gates.freeze()
     return records
