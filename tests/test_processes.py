@@ -29,18 +29,29 @@ def join(rank, world, folder):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=world)
 
+def stopping(yes, step=training._step): # a step after which, at step 13, comes SIGTERM
+    def interrupted(s, *args):
+        if s.step == 13 and yes: os.kill(os.getpid(), signal.SIGTERM)
+        return step(s, *args)
+    return interrupted
+
 def of_process(rank, world, folder):
     join(rank, world, folder)
     for name, (dtype, optimizer, changes) in CASES.items():
         model, corpus, recipe, gates = make(dtype, optimizer, **changes)
-        noise = []
-        draw = gates.forward
+        noise, seen = [], []
+        draw, forward = gates.forward, model.forward
         gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
+        model.forward = lambda ids, *args: (seen.append(ids[:, 0].tolist()) if model.training else 0, forward(ids, *args))[1]
         records = train(model, corpus, recipe, gates, f'{folder}/{name}')
-        checkpoint.save(f'{folder}/{name}-{rank}', dict(records=records), state=state(model, gates), noise=dict(noise=torch.stack(noise)))
+        checkpoint.save(f'{folder}/{name}-{rank}', dict(records=records, seen=seen, seed=torch.initial_seed()), state=state(model, gates), noise=dict(noise=torch.stack(noise)))
     model, corpus, recipe, gates = make(torch.float64)                                # begun by one process, ended by two
     train(model, corpus, recipe, gates, f'{folder}/grown', resume=True)
     checkpoint.save(f'{folder}/grown-{rank}', {}, state=state(model, gates))
+    model, corpus, recipe, gates = make(torch.float64)                                # begun by two; only one of them is told to stop
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(training.Stopped):
+        patch.setattr(training, '_step', stopping(rank == 1))
+        train(model, corpus, recipe, gates, f'{folder}/shrunk')
     model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
     forward = LM.forward
     def poisoned(self, *args):
@@ -56,13 +67,9 @@ def of_process(rank, world, folder):
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp('two')
-    step = training._step
-    def interrupted(s, *args):
-        if s.step == 13: os.kill(os.getpid(), signal.SIGTERM)
-        return step(s, *args)
     model, corpus, recipe, gates = make(torch.float64)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(training.Stopped):
-        patch.setattr(training, '_step', interrupted)
+        patch.setattr(training, '_step', stopping(True))
         train(model, corpus, recipe, gates, folder/'grown')
     mp.spawn(of_process, (2, str(folder)), nprocs=2)
     return folder
@@ -78,6 +85,8 @@ def test_two_processes_are_one(two, case):
     for k in one:
         assert torch.equal(a[1]['state'][k], b[1]['state'][k]), k                       # on both the same bits
         if dtype == torch.float64: torch.testing.assert_close(a[1]['state'][k], one[k], rtol=0, atol=1e-12)
+    assert all(len(x) == len(y) == 2 for x, y in zip(a[0]['seen'], b[0]['seen'])) and a[0]['seen'] != b[0]['seen']  # each its own streams
+    assert a[0]['seed'] != b[0]['seed']                                                 # each drops out what it will
     assert torch.equal(a[1]['noise']['noise'], b[1]['noise']['noise']) and len(noise) >= 20
     if dtype == torch.float64: assert (a[1]['noise']['noise'] - torch.stack(noise)).abs().max() == 0
     assert one['log_alpha'].std() > .01 and (torch.stack(noise) == 0).any()             # the gates did move, and did close by chance
@@ -86,9 +95,13 @@ def test_two_processes_are_one(two, case):
         assert abs(mine.get('valid', 0) - theirs.get('valid', 0)) < 1e-10
     assert [json.loads(line)['step'] for line in (two/case/'metrics.jsonl').read_text().splitlines()] == list(range(20))   # written once
 
-def test_begun_by_one_ended_by_two(two):
+def test_begun_by_one_ended_by_two_and_the_reverse(two):
     model, corpus, recipe, gates = make(torch.float64)
     train(model, corpus, recipe, gates)
+    other, _, _, others = make(torch.float64)
+    assert checkpoint.newest(two/'shrunk'/'checkpoints', 'gated')[0]['step'] == 14
+    train(other, corpus, recipe, others, two/'shrunk', resume=True)
+    torch.testing.assert_close(state(other, others), state(model, gates), rtol=0, atol=1e-12)
     for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
 
 def test_nan_in_one_stops_all(two):

@@ -91,6 +91,21 @@ def test_in_the_middle_of_a_validation(world, monkeypatch):
     go('valid-whole', corpus='long.txt')
     assert same(world/'valid', world/'valid-whole')
 
+def test_the_best_is_remembered(world, monkeypatch):
+    scores = iter((1., 2., 3.))                                                         # worse each time
+    monkeypatch.setattr(training, 'evaluate', lambda *args, **how: training.Score(next(scores)))
+    step = training._step
+    def interrupted(s, *args):
+        if s.step == 7: os.kill(os.getpid(), signal.SIGTERM)
+        return step(s, *args)
+    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
+    make = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab)))
+    monkeypatch.setattr(training, '_step', interrupted)
+    with pytest.raises(Stopped): training.train(make(), text, recipe, run_dir='best')
+    monkeypatch.setattr(training, '_step', step)
+    records = training.train(make(), text, recipe, run_dir='best', resume=True)
+    assert [(r['step'], r['valid'], r['best']) for r in records if 'valid' in r] == [(5, 1., 1.), (10, 2., 1.)]
+
 def test_the_text_must_be_the_same(world):
     (world/'changes.txt').write_text(RHYME * 10)
     go('changes', corpus='changes.txt', models=cli.MODELS[:1])
