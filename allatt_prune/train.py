@@ -387,7 +387,7 @@ def _backward(loss, model, gates, opts, clip): # norms of the gradients of model
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     return [norm] if gates is None or gates.log_alpha.grad is None else [norm, gates.log_alpha.grad.norm()]
 
-# %% ../nbs/06_train.ipynb #e5906ae2
+# %% ../nbs/06_train.ipynb #5e672445
 def _step(s, together, streams, at, signals): # loss, norm of the gradient, lambda, whether to stop
     r, step, device = s.recipe, s.step, s.model.pos.device
     if at == 0: s.mems = None
@@ -406,6 +406,7 @@ def _step(s, together, streams, at, signals): # loss, norm of the gradient, lamb
     s.step += 1
     return nll, norm, lam, stop
 
+# %% ../nbs/06_train.ipynb #8192da98
 def _validate(s, signals): # what a record says of it
     z = None
     if s.gates is not None:
@@ -416,6 +417,7 @@ def _validate(s, signals): # what a record says of it
     s.best = min(float(score), math.inf if s.best is None else s.best)
     return dict(valid=float(score), best=s.best)
 
+# %% ../nbs/06_train.ipynb #d399d65d
 def _begin(s, run_dir, resume): # the records so far
     if run_dir is None:
         need(not resume, 'resume', True, 'nothing to go on from', 'give run_dir')
