@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT', 'write_file', 'save', 'sweep', 'verify', 'load', 'save_step', 'newest', 'fit']
 
-# %% ../nbs/05_checkpoint.ipynb #947f2627
+# %% ../nbs/05_checkpoint.ipynb #c72ac4e5
 import hashlib, json, os, re, shutil, tempfile, warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ import safetensors.torch, torch
 from fastcore.basics import patch
 from safetensors import SafetensorError
 from .gates import HeadGates
-from .model import LM, LMConfig
+from .model import LM, LMConfig, need
 
 # %% ../nbs/05_checkpoint.ipynb #daab1692
 FORMAT = 1 # of the manifest; a later one is refused
@@ -40,14 +40,16 @@ def _files(parts): # name and content of each part; one after the other, as they
             yield f'{name}.safetensors', safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in part.items()})
         else: yield f'{name}.json', (json.dumps(part, indent=1, allow_nan=False) + '\n').encode()
 
-# %% ../nbs/05_checkpoint.ipynb #acc9b97e
+# %% ../nbs/05_checkpoint.ipynb #fbfe1009
 def save(
     path: str|Path, # folder to create
     config: dict, # anything that JSON can hold -> config.json
     **parts # dictionaries of tensors -> <name>.safetensors; anything else that JSON can hold -> <name>.json
 ):
-    "Write a folder, whole or not at all. FileExistsError if `path` exists; OSError if it cannot be written."
+    "Write a folder, whole or not at all. FileExistsError if `path` exists; OSError if it cannot be written; ValueError for what no file can be named."
     path = Path(path)
+    need(isinstance(config, dict), 'config', repr(config), 'not a dictionary', 'give one')
+    for name in parts: need(re.fullmatch(r'[\w-]+', name) and name not in ('config', 'manifest'), 'part', repr(name), 'not the name of a part', 'give letters, digits, _ and -')
     if path.exists(): raise FileExistsError(f'checkpoint={path}: exists; choose another name or delete it')
     try: path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise OSError(f'checkpoint={path}: {e.strerror}; choose another folder') from e
@@ -77,7 +79,7 @@ def sweep(
     for tmp in Path(folder).iterdir():
         if re.fullmatch(rf"\.{'.*' if name is None else re.escape(name)}\.tmp-\w+", tmp.name): shutil.rmtree(tmp, ignore_errors=True)
 
-# %% ../nbs/05_checkpoint.ipynb #dc14c8c1
+# %% ../nbs/05_checkpoint.ipynb #1ad1f35f
 def _manifest(path): # hashes by file
     file, damaged = path/'manifest.json', OSError(f'checkpoint={path}: manifest.json is damaged; take another copy')
     if not file.is_file():
@@ -86,9 +88,9 @@ def _manifest(path): # hashes by file
     try:
         found = json.loads(file.read_bytes())
         version, files = found['format'], found['files']
-        good = type(version) is int and set(found) == {'format', 'files'} and all(re.fullmatch(r'\w[\w.-]*\.(json|safetensors)', f) for f in files)
+        good = type(version) is int and set(found) == {'format', 'files'} and all(re.fullmatch(r'[\w-]+\.(json|safetensors)', f) and type(h) is str for f, h in files.items())
     except OSError as e: raise OSError(f'checkpoint={path}: manifest.json: {e.strerror}; check the file') from e
-    except (ValueError, KeyError, TypeError, RecursionError) as e: raise damaged from e
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e: raise damaged from e
     if type(version) is int and version > FORMAT:
         raise OSError(f'checkpoint={path}: in format {version}, but {FORMAT} is the latest known here; get a newer allatt_prune, or another copy')
     if not good or version != FORMAT or 'config.json' not in files: raise damaged
@@ -96,8 +98,8 @@ def _manifest(path): # hashes by file
 
 def _checked(path): # name and content of each file
     for file, digest in _manifest(path).items():
+        if not (path/file).is_file(): raise FileNotFoundError(f'checkpoint={path}: {file} is missing, or no file; copy the folder as a whole')
         try: data = (path/file).read_bytes()
-        except FileNotFoundError as e: raise FileNotFoundError(f'checkpoint={path}: {file} is missing; copy the folder as a whole') from e
         except OSError as e: raise OSError(f'checkpoint={path}: {file}: {e.strerror}; check the file') from e
         if hashlib.sha256(data).hexdigest() != digest:
             raise OSError(f'checkpoint={path}: {file} is damaged, {len(data):,} bytes with another SHA-256 than when saved; take another copy')
@@ -124,7 +126,7 @@ def load(
     if not isinstance(config, dict): raise OSError(f'checkpoint={path}: config.json holds no settings; give a folder that save wrote')
     return config, parts
 
-# %% ../nbs/05_checkpoint.ipynb #063fccdb
+# %% ../nbs/05_checkpoint.ipynb #9369d34b
 def save_step(
     folder: str|Path, # of all checkpoints of a run; nobody else may write there
     phase: str, # of the training
@@ -132,28 +134,38 @@ def save_step(
     config: dict, # as for `save`
     **parts # as for `save`
 ):
-    "Save `phase-step`, read it back, then delete all but this and the one before."
+    "Save `phase-step`, read it back, then delete all but this and the newest before it that is undamaged."
+    need(re.fullmatch(r'\w+', phase) and step >= 0, 'step', f'{phase}-{step}', 'not a name', 'give letters and digits, and 0 or more')
     folder, path = Path(folder), Path(folder)/f'{phase}-{step:08d}'
     if folder.is_dir(): sweep(folder)
     shutil.rmtree(path, ignore_errors=True)                     # only one that was damaged is ever saved again
     save(path, config, **parts)
     verify(path)
-    before = [p for p in sorted(folder.glob(f'{phase}-*')) if p.name < path.name]
-    for p in folder.iterdir() if before else ():                # the first of a phase leaves those of the phase before alone
-        if p not in (path, before[-1]): shutil.rmtree(p, ignore_errors=True)
+    before = next((p for n, p in reversed(_steps(folder, phase)) if n < step and _sound(p)), None)
+    for _, p in _steps(folder, r'\w+') if before else ():       # the first of a phase leaves those of the phase before alone
+        if p not in (path, before): shutil.rmtree(p, ignore_errors=True)
+
+def _steps(folder, phase): # (step, path) of its checkpoints, the newest last
+    found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted((int(m[1]), p) for m, p in found if m)
+
+def _sound(path): # undamaged?
+    try: verify(path)
+    except OSError: return False
+    return True
 
 def newest(
     folder: str|Path, # of all checkpoints of a run
     phase: str # of the training
 ) -> tuple[dict, dict]|None: # as from `load`; None if there is none of this phase
     "The newest checkpoint that is undamaged. A warning for each that is not; OSError if all are damaged."
-    found = sorted(Path(folder).glob(f'{phase}-*'), reverse=True)
+    found = [p for _, p in reversed(_steps(Path(folder), phase))]
     for p in found:
         try: return load(p)
         except OSError as e: warnings.warn(f"{e}; going back to the one before", stacklevel=2)
     if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete {folder} to begin {phase} again')
 
-# %% ../nbs/05_checkpoint.ipynb #1057e66f
+# %% ../nbs/05_checkpoint.ipynb #cc4c5426
 def fit(
     module: torch.nn.Module,
     tensors: dict, # its state
@@ -161,8 +173,9 @@ def fit(
 ):
     "Load a module's state. OSError names the first tensor that does not fit."
     wanted = module.state_dict()
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())): raise OSError(f'checkpoint={path}: not tensors; give a checkpoint of this shape')
     for k in [*wanted, *tensors]:
-        sides = [f'{tuple(side[k].shape)}' if k in side else 'missing' for side in (tensors, wanted)]
+        sides = [f'{tuple(side[k].shape)} {side[k].dtype}'.removesuffix(' torch.float32') if k in side else 'missing' for side in (tensors, wanted)]
         if sides[0] != sides[1]: raise OSError(f'checkpoint={path}: {k} is {sides[0]} there and {sides[1]} in the model; give a checkpoint of this shape')
         if not tensors[k].isfinite().all(): raise OSError(f'checkpoint={path}: {k} is not finite; give one that was saved before')
     module.load_state_dict(tensors)
@@ -181,21 +194,24 @@ def from_pretrained(cls: LM,
 ) -> LM: # on the CPU, in evaluation mode
     "Rebuild a saved model."
     config, tensors = load(path)
-    if not (isinstance(tensors.get('model'), dict) and torch.is_tensor(tensors['model'].get('pos'))): raise OSError(f'checkpoint={path}: no model.safetensors of a model there; give the folder of one')
-    try: model = cls(LMConfig(**config)).to(tensors['model']['pos'].dtype)
+    pos = tensors['model'].get('pos') if isinstance(tensors.get('model'), dict) else None
+    if pos is None or not torch.is_tensor(pos) or pos.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64): raise OSError(f'checkpoint={path}: no model.safetensors of a model there; give the folder of one')
+    try: model = cls(LMConfig(**config)).to(pos.dtype)
     except (TypeError, ValueError) as e: raise OSError(f'checkpoint={path}: config.json is not that of a model ({str(e).splitlines()[0]}); give the folder of one') from e
     fit(model, tensors['model'], path)
     return model.eval()
 
-# %% ../nbs/05_checkpoint.ipynb #35185b22
+# %% ../nbs/05_checkpoint.ipynb #447d51ea
 @patch(cls_method=True)
 def from_pretrained(cls: HeadGates,
     path: str|Path # folder of a model that was saved with `gates=gates.state_dict()`
 ) -> HeadGates: # on the CPU, in evaluation mode
     "Rebuild the gates saved with a model."
     config, tensors = load(path)
-    if not isinstance(tensors.get('gates'), dict): raise OSError(f'checkpoint={path}: no gates.safetensors there; give the folder of a gated model')
+    pi = tensors['gates'].get('log_alpha') if isinstance(tensors.get('gates'), dict) else None
+    if 'gates' not in tensors: raise OSError(f'checkpoint={path}: no gates.safetensors there; give the folder of a gated model')
     try: gates = cls(config['n_layer'], config['n_head'])
     except (KeyError, TypeError, RuntimeError) as e: raise OSError(f'checkpoint={path}: config.json is not that of a model; give the folder of a gated one') from e
+    if torch.is_tensor(pi) and pi.dtype == torch.float64: gates.double()
     fit(gates, tensors['gates'], path)
     return gates.eval()

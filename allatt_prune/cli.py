@@ -121,7 +121,7 @@ def environment(
     return dict(processor=_processor(), threads=str(torch.get_num_threads()), **gpu, python=platform.python_version(),
                 torch=torch.__version__, allatt_prune=__version__, commit=commit or 'unknown', **allocator)
 
-# %% ../nbs/11_cli.ipynb #d302c086
+# %% ../nbs/11_cli.ipynb #6dc7a9c0
 def write_report(
     run_dir: Path,
     rows: list[dict], # from `measure`
@@ -132,6 +132,7 @@ def write_report(
     "report.md with gates.png and heads.png; the same as report.json."
     import matplotlib.pyplot as plt
     recipe, env, keep = about['recipe'], about['environment'], gates.open_mask().cpu()
+    if not records or not all('open_prob' in r for r in records): raise OSError(0, 'the records of the gates are missing in metrics.jsonl')
     probs, steps = zip(*((r['open_prob'], r['step']) for r in records))
     for name, fig in dict(gates=plot_gates(probs, steps, recipe['gate_steps']), heads=plot_heads(keep)).items():
         fig.savefig(run_dir/f'{name}.png', dpi=80)
@@ -173,14 +174,20 @@ def _long_enough(text, r): # to train on, to fill a memory before timing, and to
         raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full memory need {n}, '
                         f'and something must be held out; give more text, or a smaller batch or mem_len')
 
-# %% ../nbs/11_cli.ipynb #77ed1a72
+# %% ../nbs/11_cli.ipynb #845f96f0
+def _stored(run_dir, name): # a JSON file of a run
+    try: found = json.loads((Path(run_dir)/name).read_text(encoding='utf-8'))
+    except (FileNotFoundError, NotADirectoryError) as e: raise FileNotFoundError(f'run_dir={run_dir}: no {name} there, so no run to resume; leave out --resume, or give the folder of one') from e
+    except OSError as e: raise OSError(f'run_dir={run_dir}: {name}: {e.strerror}; check the file') from e
+    except (ValueError, RecursionError) as e: raise OSError(f'run_dir={run_dir}: {name} is damaged ({e}); take another copy') from e
+    if not isinstance(found, dict): raise OSError(f'run_dir={run_dir}: {name} is damaged; take another copy')
+    return found
+
 def stored_recipe(
     run_dir: str|Path
 ) -> Recipe:
     "The recipe of a run. OSError if there is none."
-    try: return Recipe(**json.loads((Path(run_dir)/'recipe.json').read_text(encoding='utf-8')))
-    except (FileNotFoundError, NotADirectoryError) as e: raise FileNotFoundError(f'run_dir={run_dir}: no run to resume there; leave out --resume, or give the folder of one') from e
-    except OSError as e: raise OSError(f'run_dir={run_dir}: recipe.json: {e.strerror}; check the file') from e
+    try: return Recipe(**_stored(run_dir, 'recipe.json'))
     except (ValueError, TypeError) as e: raise OSError(f'run_dir={run_dir}: recipe.json is damaged ({e}); take another copy') from e
 
 def _create(run_dir, baseline, **files): # a run directory with its first files, whole or not at all
@@ -204,16 +211,22 @@ def _alone(run_dir): # nobody else works there; ends with the process, however t
     if processes()[0] == 0:
         try: lock.acquire()
         except Timeout as e: raise OSError(f'run_dir={run_dir}: another process works there; wait for it, or choose another one') from e
+        except OSError as e: raise OSError(f'run_dir={run_dir}: .lock: {e.strerror}; delete it') from e
         checkpoint.sweep(run_dir)
     try: yield
     finally: lock.release()
 
-def _report_of(run_dir, models): # its rows, if it is about these models
-    try: rows = json.loads((run_dir/'report.json').read_text(encoding='utf-8'))['rows']
-    except (OSError, ValueError, KeyError): return None
-    return rows if {r['model'] for r in rows} >= set(models) else None
+def _report_of(run_dir, models): # the rows of a run that is finished, with all its models undamaged; else None
+    try:
+        rows = _stored(run_dir, 'report.json')['rows']
+        table(rows)
+        if not (run_dir/'report.md').is_file() or not {r['model'] for r in rows} >= set(models): return None
+    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError): return None     # made again
+    if not all((run_dir/name).exists() for name in models): return None
+    for name in models: checkpoint.verify(run_dir/name)
+    return rows
 
-# %% ../nbs/11_cli.ipynb #119896f2
+# %% ../nbs/11_cli.ipynb #50f4f766
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
@@ -226,6 +239,7 @@ def run(
 ) -> list[dict]: # the rows of the table
     "Train, gate, remove, evaluate, time; leaves a run directory. `Stopped` after a signal."
     run_dir, device, rank = Path(run_dir), pick_device(device), processes()[0]
+    need(baseline is None or not run_dir.resolve().is_relative_to(Path(baseline).resolve()), 'run_dir', run_dir, f'inside {baseline}', 'choose another one')
     if not resume and rank == 0 and run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
     if resume: _same_recipe(stored_recipe(run_dir), recipe)
@@ -236,17 +250,16 @@ def run(
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and rank == 0: _create(run_dir, baseline, recipe=asdict(recipe), corpus=is_text)
     _meet()
+    if _stored(run_dir, 'corpus.json') != is_text: raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
     if resume and (rows := _report_of(run_dir, models)): return rows
     with _alone(run_dir):
-        if json.loads((run_dir/'corpus.json').read_text(encoding='utf-8')) != is_text:
-            raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
         found, gates = prune_path(recipe, text, run_dir, device, models)
         rows = measure({name: found[name] for name in ROWS if name in found}, gates, text, recipe.batch, recipe.eval_tokens)
         if rank == 0 and gates is not None:
             about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
                          tokens=rows[0]['tokens'], environment=environment(device))
             try: write_report(run_dir, rows, gates, [r for r in read_metrics(run_dir) if r['phase'] == 'gated'], about)
-            except OSError as e: raise OSError(f'run_dir={run_dir}: report: {e.strerror or e}; make room, then --resume') from e
+            except OSError as e: raise OSError(f'run_dir={run_dir}: report: {e.strerror or e}; mend that, then --resume') from e
     return rows
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
@@ -254,7 +267,7 @@ ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 def _same_recipe(was, now): # the text may have moved
     for f in fields(Recipe):
         old, new = getattr(was, f.name), getattr(now, f.name)
-        need(old == new or f.name == 'corpus', f.name, new, f'the run to resume has {old}', 'leave it out')
+        need(old == new or f.name == 'corpus', f.name, new, f'the run to resume has {old}', 'give the same, or leave out settings and --recipe')
 
 # %% ../nbs/11_cli.ipynb #5d349e62
 SHAPE = ('n_layer', 'd_model', 'n_head', 'n_persistent', 'd_ff', 'seg_len', 'mem_len', 'batch', 'seed') # settings that matter for time
@@ -343,15 +356,15 @@ def _command(jobs, name, help, settings, description, needs=''):
                                                 help=f"{docs[f.name]} (tiny: {getattr(RECIPES['tiny'], f.name)})")
     return job
 
-# %% ../nbs/11_cli.ipynb #0fa5edf2
+# %% ../nbs/11_cli.ipynb #5554603b
 def _train_options(job, recipe='tiny', run_dir='runs/RECIPE'):
-    job.add_argument('--recipe', default=recipe, help=f"{', '.join(RECIPES)} (default: {recipe or 'that of the model, or tiny'})")
+    job.add_argument('--recipe', help=f"{', '.join(RECIPES)} (default: {recipe}; with --resume, that of the run)")
     job.add_argument('--run-dir', help=f'folder to create (default: {run_dir})')
     job.add_argument('--resume', action='store_true', help='go on where the run in the folder was interrupted')
 
 def _prune_options(job):
     job.add_argument('model', nargs='?', help='folder of a trained model, as runs/tiny/baseline; not with --resume')
-    _train_options(job, None, 'runs/pruned')
+    _train_options(job, 'that of the model, or tiny', 'runs/pruned')
 
 def _evaluate_options(job):
     job.add_argument('model', help='folder of the model, as runs/tiny/pruned')
@@ -372,7 +385,7 @@ def _time_options(job):
     job.add_argument('--warmup', default='2', help='runs of each job before the first round (default: 2)')
     job.add_argument('--json', help='file to write, for machines')
 
-# %% ../nbs/11_cli.ipynb #2a88fab7
+# %% ../nbs/11_cli.ipynb #b1414af6
 def _convert(f, text): # an option's text as the type of its field
     kinds = {bool: lambda t: dict(true=True, false=False)[t.lower()], tuple: lambda t: tuple(int(x) for x in t.split(',') if x)}
     kind = kinds.get(f.type, f.type)
@@ -383,11 +396,19 @@ def _dashed(a): # --gate_lr=1 -> --gate-lr=1
     name, eq, value = a.partition('=')
     return name.replace('_', '-') + eq + value if a.startswith('--') else a
 
+def _joined(argv): # --gate-init -1e5 -> --gate-init=-1e5, or argparse takes the number for an option
+    out = []
+    for a in argv:
+        if re.fullmatch(r'-(\d.*|\.\d.*|inf|nan)', a) and out and re.fullmatch(r'--[a-z][a-z-]*', out[-1]): out[-1] += '=' + a
+        else: out.append(a)
+    return out
+
 def _kept(text): # 0.57 or 8,3,7
     try: return [int(x) for x in text.split(',')] if ',' in text else float(text)
     except ValueError: raise ValueError(f'kept={text}: not a share of the heads; give a number from 0 to 1, or heads of each layer as 8,3,7') from None
 
 def _time(args, changes):
+    need(int(os.environ.get('WORLD_SIZE', 1)) == 1, 'processes', os.environ.get('WORLD_SIZE'), 'one alone can measure time', 'start it without torchrun')
     kept, device, file = [_kept(k) for k in args.kept], pick_device(args.device), args.json if args.json is None else Path(args.json)
     need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
     numbers = {}
@@ -437,7 +458,8 @@ def _jobs(args, changes): # run, train, prune
     if args.resume:
         need(args.command != 'prune' or args.model is None, 'model', getattr(args, 'model', None), 'the run has its own', 'leave it out with --resume')
         was = stored_recipe(run_dir)
-        _same_recipe(was, recipe := replace(was, **changes))
+        recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if args.recipe and args.command != 'prune' else was, **changes)
+        _same_recipe(was, recipe)
     elif args.command == 'prune': recipe, baseline = _to_prune(args, changes), args.model
     else: recipe = get_recipe(name, **changes)
     with parallel(args.device) as device:
@@ -466,7 +488,7 @@ def _download(args, _):
     print(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}')
 
 def _run(argv):
-    args, unknown = _parser().parse_known_args([_dashed(a) for a in argv])
+    args, unknown = _parser().parse_known_args(_joined([_dashed(a) for a in argv]))
     need(args.command, 'command', '', 'missing', 'give allatt-prune run, train, prune, time, evaluate or download')
     for a in unknown:
         need(args.command in ('run', 'train', 'prune') and re.match('--[a-z]', a), 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
@@ -475,7 +497,7 @@ def _run(argv):
     changes = {f.name: _convert(f, v) for f in fields(Recipe) if f.name in settings and (v := getattr(args, f.name)) is not None}
     dict(time=_time, evaluate=_evaluate, download=_download).get(args.command, _jobs)(args, changes)
 
-# %% ../nbs/11_cli.ipynb #e0984ffd
+# %% ../nbs/11_cli.ipynb #4ec15221
 def _stop(signum, frame): raise Stopped(signum)
 
 def _say(message, *_): print(f'allatt-prune: warning: {str(message).splitlines()[0]}', file=sys.stderr)
@@ -490,15 +512,20 @@ def main(argv: list[str]|None = None): # arguments; None: those of the process
             warnings.simplefilter('always', UserWarning)
             warnings.showwarning = _say
             return _run(argv)
-    except Stopped as e: message, status, all_know = f'signal={signal.Signals(e.signum).name}: stopped; --resume goes on with what was begun', 128 + e.signum, True
+    except Stopped as e:
+        message, status = f'signal={signal.Signals(e.signum).name}: stopped; ' + ('--resume goes on with what was begun' if argv[0] in ('run', 'train', 'prune') else 'start it again'), 128 + e.signum
     except Exception as e:
         if '--debug' in argv: raise
-        message, status = (str(e) or type(e).__name__).splitlines()[0], 2 if isinstance(e, ValueError) and not isinstance(e, DataError) else 1
-        all_know = processes()[1] == 1 or isinstance(e, (ValueError, FloatingPointError))
-        if type(e) is RuntimeError and processes()[1] > 1: message = f'process={processes()[0]}: ended with another one ({message}); see what that says'
+        message, status = _message(e), 2 if isinstance(e, ValueError) and not isinstance(e, DataError) else 1
     finally:
         for s, handler in before.items(): signal.signal(s, handler)
-    if all_know and int(os.environ.get('RANK', 0)): time.sleep(3)                      # what befalls all, the first one says, if it is given the time
-    else: print(f'allatt-prune: error: {message}', file=sys.stderr, flush=True)
+    if int(os.environ.get('RANK', 0)): time.sleep(3)                                   # what befalls all, the first one says; it then ends the others
+    if status < 128 or not int(os.environ.get('RANK', 0)): print(f'allatt-prune: error: {message}', file=sys.stderr, flush=True)
     if processes()[1] > 1: os._exit(status)                                            # without waiting for the others, who may never come
     sys.exit(status)
+
+def _message(e): # one line
+    if type(e) is RuntimeError and processes()[1] > 1: return f'process={processes()[0]}: ended with another one; see what that says'
+    if isinstance(e, OSError) and str(e).startswith('[Errno'): return f'file={e.filename}: {e.strerror}; check the path'
+    text = str(e) or type(e).__name__
+    return ' '.join(text.split('\n')) if isinstance(e, (ValueError, OSError)) else text.splitlines()[0]

@@ -20,7 +20,7 @@ from .data import Corpus, DataError, Streams
 from .gates import HeadGates, lambda_at
 from .model import LM, LMConfig, need
 
-# %% ../nbs/06_train.ipynb #230896ec
+# %% ../nbs/06_train.ipynb #5089573b
 @dataclass
 class Recipe:
     "All settings of a run. Defaults: text8 as in the paper."
@@ -62,6 +62,8 @@ class Recipe:
 
     def __post_init__(self):
         if isinstance(self.cutoffs, list): self.cutoffs = tuple(self.cutoffs)          # as JSON has it
+        if isinstance(self.corpus, Path): self.corpus = str(self.corpus)
+        for f, x in vars(self).items(): setattr(self, f, x.item() if isinstance(x, np.generic) else x)
         for f in fields(self): self._check(f.name, getattr(self, f.name), f.type)
         need(self.optimizer in ('lamb', 'adamw'), 'optimizer', self.optimizer, 'unknown', 'give lamb or adamw')
         g, n = self.gate_steps, self.prune_steps
@@ -77,7 +79,7 @@ class Recipe:
         ok = isinstance(x, (int, float) if kind is float else kind) and (kind is bool or not isinstance(x, bool))
         need(ok, f, repr(x), f'not {kind.__name__}', 'give one')
         if kind in (bool, str, tuple): return
-        need(math.isfinite(x), f, x, 'not a finite number', 'give one')
+        need(isinstance(x, int) or math.isfinite(x), f, x, 'not a finite number', 'give one')
         need(abs(x) < (1e6 if kind is float else 2**63), f, x, 'too large', 'give less')
         if f in ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip', 'n_layer', 'd_model', 'n_head', 'seg_len'):
             need(x > 0, f, x, 'not positive', 'give more than 0')
@@ -176,10 +178,11 @@ def over_all(
     if processes()[1] > 1: dist.all_reduce(numbers)
     return numbers.tolist()
 
-# %% ../nbs/06_train.ipynb #91bcc43d
+# %% ../nbs/06_train.ipynb #73e48c99
 def _known(ids, model, name): # DataError unless the model has all these symbols
-    if len(ids) and int(ids.max()) >= model.cfg.vocab:
-        raise DataError(f'corpus={name}: symbol {int(ids.max())} in it, but the model knows {model.cfg.vocab}; give the corpus that the model was made for')
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if low < 0 or high >= model.cfg.vocab:
+        raise DataError(f'corpus={name}: symbol {low if low < 0 else high} in it, but the model knows {model.cfg.vocab}; give the corpus that the model was made for')
 
 def _pieces(ids, batch): # ids and targets (b n), of equal lengths: what is missing does not count
     n = len(ids) - 1
@@ -197,8 +200,10 @@ def evaluate(
 ) -> Score|None: # nats per token; None if it was ended
     "Mean negative log-likelihood of a text."
     need(len(ids) > 1, 'text', f'{len(ids)} symbols', 'nothing to predict', 'give 2 or more')
-    need(batch >= 1, 'batch', batch, 'no stream', 'give 1 or more')
-    ids = ids.long() if torch.is_tensor(ids) else torch.from_numpy(np.array(ids, np.int64))
+    need(type(batch) is int and batch >= 1, 'batch', batch, 'not a number of streams', 'give 1 or more')
+    ids = ids.cpu().numpy() if torch.is_tensor(ids) else np.asarray(ids)
+    need(ids.ndim == 1 and ids.dtype.kind in 'iu', 'text', f'{ids.dtype} {ids.shape}', 'not a row of ids', 'give 1-D integers')
+    ids = torch.from_numpy(ids.astype(np.int64))
     _known(ids, model, 'text')
     rank, world = processes()
     x, y = (a[rank::world].to(model.pos.device) for a in _pieces(ids, batch))
@@ -233,18 +238,21 @@ class Signals:
         for s, handler in self.before.items(): signal.signal(s, handler)
         if self.came and kind is None: raise Stopped(self.came)                    # came too late for the loop, but is not lost
 
-# %% ../nbs/06_train.ipynb #7e018d14
-def _lines(file): # of a file of records; half a line at its end, which a kill may leave, is none
+# %% ../nbs/06_train.ipynb #baa712ca
+def _lines(file): # of a file of records, with the record of each; half a line at the end, which a kill may leave, is none
     try: text = file.read_text(encoding='utf-8') if file.exists() else ''
     except (OSError, UnicodeDecodeError) as e: raise OSError(f'metrics={file}: {getattr(e, "strerror", None) or e}; check the file') from e
-    return text[:text.rfind('\n') + 1].splitlines(keepends=True)
+    found = []
+    for n, line in enumerate(text[:text.rfind('\n') + 1].splitlines(keepends=True), 1):
+        try: r = json.loads(line); r['step'] + 0, r['phase'] + ''; found.append((line, r))
+        except (ValueError, TypeError, KeyError, RecursionError) as e: raise OSError(f'metrics={file}: line {n} is damaged; delete it') from e
+    return found
 
 def read_metrics(
     run_dir: str|Path # of a training
 ) -> list[dict]: # records; tokens_per_s where it was measured
-    "What a training wrote down, metrics.jsonl and speed.jsonl, in order."
-    try: records, speeds = ([json.loads(line) for line in _lines(Path(run_dir)/f)] for f in ('metrics.jsonl', 'speed.jsonl'))
-    except ValueError as e: raise OSError(f'metrics={run_dir}: damaged ({e}); delete the line') from e
+    "What a training wrote down, metrics.jsonl and speed.jsonl, in order. OSError if a line is damaged."
+    records, speeds = ([r for _, r in _lines(Path(run_dir)/f)] for f in ('metrics.jsonl', 'speed.jsonl'))
     speed = {(r['phase'], r['step']): r for r in speeds}
     return [r | speed.get((r['phase'], r['step']), {}) for r in records]
 
@@ -263,7 +271,7 @@ def _append(run_dir, record):
 def _rewind(run_dir, phase, step): # forget what was written after the checkpoint: it will be written again
     for file in (Path(run_dir)/'metrics.jsonl', Path(run_dir)/'speed.jsonl'):
         if not file.exists(): continue
-        kept = [line for line in _lines(file) if (r := json.loads(line))['phase'] != phase or r['step'] < step]
+        kept = [line for line, r in _lines(file) if r['phase'] != phase or r['step'] < step]
         if (data := ''.join(kept).encode()) == file.read_bytes(): continue
         tmp = file.with_suffix('.new')
         checkpoint.write_file(tmp, data)
@@ -307,7 +315,7 @@ def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each spli
     splits = [np.ascontiguousarray(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
     return [[len(ids), zlib.crc32(ids.view(np.uint8))] for ids in splits]
 
-# %% ../nbs/06_train.ipynb #0bb628bb
+# %% ../nbs/06_train.ipynb #aff96c27
 @dataclass
 class _State: # a training between two steps
     phase: str
@@ -320,6 +328,8 @@ class _State: # a training between two steps
     mems: Tensor|None = None # of the streams of this process
     best: float|None = None # lowest validation loss so far
     saved: int|None = None # step of the last checkpoint
+    start: int = 0 # segment of the streams at step 0
+    written: int = 0 # records
 
     def __post_init__(self): self.text = text_id(self.corpus)
     def mine(self, x, dim=0): # the share of this process in what belongs to all streams
@@ -327,7 +337,9 @@ class _State: # a training between two steps
         return x.chunk(world, dim)[rank] if world > 1 else x
     def modules(self): return dict(model=self.model) if self.gates is None else dict(model=self.model, gates=self.gates)
 
-# %% ../nbs/06_train.ipynb #be5634d3
+# %% ../nbs/06_train.ipynb #b5b82138
+def _circumstances(): return dict(threads=torch.get_num_threads(), processes=processes()[1]) # on which the last bits depend
+
 def _save(s, run_dir):
     if s.saved == s.step: return
     (rank, world), parts = processes(), {name: m.state_dict() for name, m in s.modules().items()}
@@ -340,28 +352,36 @@ def _save(s, run_dir):
         for k, x in tensors.items():
             if torch.is_tensor(x) and not x.isfinite().all():
                 raise FloatingPointError(f'{k}={x.abs().max().item()}: {name} diverged in {s.phase} before step {s.step}; give a smaller learning rate or lam')
-    config = dict(phase=s.phase, step=s.step, best=s.best, recipe=asdict(s.recipe), text=s.text)
+    config = dict(phase=s.phase, step=s.step, best=s.best, start=s.start, written=s.written, recipe=asdict(s.recipe), text=s.text, **_circumstances())
     if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', s.phase, s.step, config, **parts)
     if world > 1: dist.barrier()
     s.saved = s.step
 
-# %% ../nbs/06_train.ipynb #63488ca2
+# %% ../nbs/06_train.ipynb #d39a540d
 def _restore(s, run_dir): # nothing happens if there is no checkpoint of this phase
     found = checkpoint.newest(Path(run_dir)/'checkpoints', s.phase)
     if found is None: return
     (config, parts), path = found, f'{run_dir}/checkpoints/{s.phase}'
     try:
-        was = Recipe(**config['recipe'])
-        for f in fields(Recipe):
-            old, new = getattr(was, f.name), getattr(s.recipe, f.name)
-            need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
-        if config['text'] != s.text: raise DataError(f'corpus={s.corpus.name}: not the text that {path} was trained on; give that one to resume')
-        for name, m in s.modules().items(): checkpoint.fit(m, parts[name], path)
-        if s.gates is not None and s.gates.frozen: s.gates.freeze()
+        was, text, start, step, s.best, s.written = Recipe(**config['recipe']), *(config[k] for k in ('text', 'start', 'step', 'best', 'written'))
+        good = type(step) is int and 0 <= step <= was.steps and config['phase'] == s.phase and isinstance(s.best, float|None)
+    except (KeyError, TypeError, ValueError) as e: raise OSError(f'checkpoint={path}: not a state of a training ({e!r}); give another run_dir') from e
+    if not good: raise OSError(f'checkpoint={path}: not a state of {s.phase}; give another run_dir')
+    for f in fields(Recipe):
+        old, new = getattr(was, f.name), getattr(s.recipe, f.name)
+        need(old == new or f.name == 'corpus', f.name, new, f'{path} was made with {old}', 'give the same to resume, or another run_dir')
+    need(start == s.start, 'start', s.start, f'{path} was made with {start}', 'give the same to resume, or another run_dir')
+    if text != s.text: raise DataError(f'corpus={s.corpus.name}: not the text that {path} was trained on; give that one to resume')
+    for name, m in s.modules().items(): checkpoint.fit(m, parts.get(name), path)
+    try:
         for i, o in enumerate(s.opts): _unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
-        s.step, s.best = config['step'], config['best']
         if 'mems' in parts: s.mems = s.mine(parts['mems']['mems'], 1).to(s.model.pos.device)
-    except (KeyError, TypeError, IndexError) as e: raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as e:
+        raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
+    if s.gates is not None and s.gates.frozen: s.gates.freeze()
+    s.step = step
+    for k, now in _circumstances().items():
+        if processes()[0] == 0 and config.get(k) != now: warnings.warn(f'{k}={now}: {path} was made with {config.get(k)}, so the last bits may differ; give the same to have the same', stacklevel=4)
     s.saved = s.step
 
 # %% ../nbs/06_train.ipynb #c945a00d
@@ -417,7 +437,7 @@ def _validate(s, signals): # what a record says of it
     s.best = min(float(score), math.inf if s.best is None else s.best)
     return dict(valid=float(score), best=s.best)
 
-# %% ../nbs/06_train.ipynb #d399d65d
+# %% ../nbs/06_train.ipynb #2219703b
 def _begin(s, run_dir, resume): # the records so far
     if run_dir is None:
         need(not resume, 'resume', True, 'nothing to go on from', 'give run_dir')
@@ -428,17 +448,18 @@ def _begin(s, run_dir, resume): # the records so far
     records = [r for r in read_metrics(run_dir) if r['phase'] == s.phase]
     if not resume and (records or [*Path(run_dir).glob(f'checkpoints/{s.phase}-*')]):
         raise FileExistsError(f'run_dir={run_dir}: holds a training called {s.phase}; give resume=True, or another one')
+    if len(records) != s.written: warnings.warn(f"metrics={Path(run_dir)/'metrics.jsonl'}: {len(records)} records of {s.phase}, but {s.written} were written; the others are lost", stacklevel=3)
     return records
 
 def _warn_of(lam, most): # most: what a symbol costs a model that knows nothing
     if lam == 0: warnings.warn('lam=0: open heads cost nothing, so none need close; give more', stacklevel=3)
     if lam > most: warnings.warn(f'lam={lam:g}: a head costs more than knowing nothing about a symbol ({most:.1f} nats), so all may close; give less', stacklevel=3)
 
-# %% ../nbs/06_train.ipynb #4a10b359
+# %% ../nbs/06_train.ipynb #76dd270a
 def train(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read; its validation split at validations
-    recipe: Recipe, # the schedule; with gates, that of recipe.pruning()
+    recipe: Recipe, # the schedule (the shape is the model's); with gates, that of recipe.pruning()
     gates: HeadGates|None = None, # gates to train with the model, frozen after recipe.gate_steps
     run_dir: str|Path|None = None, # folder for metrics.jsonl, speed.jsonl and checkpoints/
     *, phase: str|None = None, # name in the records; None: 'baseline' or 'gated'
@@ -448,14 +469,14 @@ def train(
     "The training loop, of the baseline and of pruning; seeds torch. `Stopped` after a signal, FloatingPointError if it diverges. Paper, §3.3 and §4.1.2."
     need(len(corpus.vocab) <= model.cfg.vocab, 'corpus', corpus.name, f'{len(corpus.vocab)} symbols, but the model knows {model.cfg.vocab}', 'make a model for it')
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
-    rank, world = processes()
+    (rank, world), run_dir = processes(), None if run_dir is None else Path(run_dir)
     need(re.fullmatch(r'\w+', phase), 'phase', phase, 'not a name', 'give letters and digits')
     need(r.batch % world == 0, 'batch', r.batch, f'cannot be shared by {world} processes', 'give a multiple')
     if gates is not None and rank == 0: _warn_of(r.lam, math.log(max(2, model.cfg.vocab)))
     streams = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
-    s = _State(phase, r, corpus, model, gates, make_optimizers(model, gates, r))
+    s = _State(phase, r, corpus, model, gates, make_optimizers(model, gates, r), start=start)
     records = _begin(s, run_dir, resume)
-    board = _board(run_dir, phase, s.step) if run_dir and rank == 0 else None
+    board = _board(run_dir, phase, s.step) if run_dir is not None and rank == 0 else None
     together, since, first = _together(model, gates), time.time(), s.step
     model.train()
     if gates is not None: gates.train()
@@ -469,14 +490,15 @@ def train(
                     speed = round(r.batch * model.cfg.seg_len * (s.step - first) / (time.time() - since))
                     records.append(_record(phase, step, nll, norm, lam, s.opts[0], gates, **more) | dict(tokens_per_s=speed))
                     bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(records[-1]['open']))))
-                    if run_dir and rank == 0: _append(run_dir, records[-1])
+                    s.written += 1
+                    if run_dir is not None and rank == 0: _append(run_dir, records[-1])
                     if board: _show(board, records[-1])
                 if stop: raise Stopped(signals.came or signal.SIGTERM)                  # on all processes, though it came to one
-                if run_dir and r.save_every and s.step % r.save_every == 0: _save(s, run_dir)
+                if run_dir is not None and r.save_every and s.step % r.save_every == 0: _save(s, run_dir)
         except Stopped:
-            if run_dir: _save(s, run_dir)
+            if run_dir is not None: _save(s, run_dir)
             raise
-        if run_dir: _save(s, run_dir)
+        if run_dir is not None: _save(s, run_dir)
     if board: board.close()
     if gates is not None: gates.freeze()
     return records

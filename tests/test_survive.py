@@ -119,6 +119,85 @@ def test_only_one_works_in_a_folder(world):
         done = subprocess.run([sys.executable, '-c', 'from allatt_prune.cli import Path, _alone\nwith _alone(Path("busy")): print("in")'], capture_output=True, text=True)
     assert 'in\n' not in done.stdout and 'run_dir=busy: another process works there' in done.stderr
 
+# ---- what people do to a run directory
+
+def edited(world, name, change): # a finished or unfinished run, changed by `change(folder)`, and resumed
+    if not (world/'done').exists(): go('done')
+    shutil.copytree(world/'done', world/name)
+    change(world/name)
+    return go(name, resume=True)
+
+def unfinished(folder): # as if killed while the gates were trained
+    for f in ('gated', 'pruned'): shutil.rmtree(folder/f)
+    (folder/'report.json').unlink()
+
+DAMAGE = [(file, text, error) for file, error in (('metrics.jsonl', 'metrics=.*metrics.jsonl: line 1 is damaged'), ('speed.jsonl', 'metrics=.*speed.jsonl: line 1 is damaged'),
+                                                   ('recipe.json', 'run_dir=.*recipe.json is damaged'), ('corpus.json', 'run_dir=.*corpus.json is damaged'))
+          for text in ('rubbish\n', 'null\n', '[]\n', '{"phase": 1, "steps": ""}\n', '[' * 100_000 + '\n', b'\xff\n') if (file, text[:4]) != ('corpus.json', '{"ph')]
+
+@pytest.mark.parametrize('i', range(len(DAMAGE)), ids=[f'{f}-{t[:7]!r}' for f, t, _ in DAMAGE])
+def test_damaged_files_of_a_run_are_named(world, i):
+    file, text, error = DAMAGE[i]
+    def damage(folder):
+        unfinished(folder)
+        old = (folder/file).read_bytes() if 'jsonl' in file else b''
+        (folder/file).write_bytes((text if isinstance(text, bytes) else text.encode()) + old)
+    if text == b'\xff\n': error = error.replace('line 1 is damaged', '.*decode')
+    with pytest.raises(OSError, match=error): edited(world, f'damage{i}', damage)
+
+@pytest.mark.parametrize('text', ('[]', '{"rows": 5}', '{"rows": [1]}', '{"rows": [{"model": "gated"}]}'))
+def test_a_finished_run_is_looked_at(world, text):
+    name = f'finished{len(text)}'
+    rows = edited(world, name, lambda folder: (folder/'report.json').write_text(text))  # made again
+    assert [r['model'] for r in rows] == list(cli.ROWS) and json.loads((world/name/'report.json').read_text())['rows'] == rows
+
+def test_a_model_that_was_lost_is_made_again(world):
+    edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
+    assert same(world/'lost', world/'done')
+    with pytest.raises(OSError, match='checkpoint=lost2/baseline: model.safetensors is damaged'): edited(world, 'lost2', lambda folder: (folder/'baseline'/'model.safetensors').write_text('xx'))
+    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
+
+def test_lost_records_are_missed(world):
+    def lose(folder):
+        unfinished(folder)
+        lines = (folder/'metrics.jsonl').read_text().splitlines(keepends=True)
+        (folder/'metrics.jsonl').write_text(''.join(lines[:-5] + lines[-4:]))
+    with pytest.warns(UserWarning, match='metrics=.*: 13 records of gated, but 14 were written'): edited(world, 'lose', lose)
+
+def test_other_circumstances_are_said(world):
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(UserWarning, match='threads=2: .*checkpoints/gated was made with 1, so the last bits may differ'): edited(world, 'threads', unfinished)
+    finally: torch.set_num_threads(1)
+
+def test_another_start_is_another_training(world):
+    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
+    make = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab)))
+    training.train(make(), text, recipe, run_dir='start')
+    with pytest.raises(ValueError, match='start=3: .*was made with 0'): training.train(make(), text, recipe, run_dir='start', start=3, resume=True)
+
+@pytest.mark.parametrize('change', (dict(step=-3), dict(step=10**9), dict(step='x'), dict(best='x'), dict(phase='gated'), dict(recipe={'steps': 'x'}), dict(recipe=None)))
+def test_forged_states(world, change):
+    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
+    make, name = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab))), f'forged-{change}'.replace('/', '')
+    training.train(make(), text, recipe, run_dir=name)
+    newest = sorted((world/name/'checkpoints').iterdir())[-1]
+    config, parts = checkpoint.load(newest)
+    shutil.rmtree(newest)
+    checkpoint.save(newest, config | change, **parts)
+    with pytest.raises(OSError, match='checkpoint=.*: not a state of'): training.train(make(), text, recipe, run_dir=name, resume=True)
+
+@pytest.mark.parametrize('change', (dict(mems=[1]), dict(optimizer0={'x': torch.ones(1)}), dict(optimizer0_settings=dict(groups=[], state={})), dict(model=[1])))
+def test_forged_parts(world, change):
+    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
+    make, name = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab))), f'parts-{[*change][0]}'
+    training.train(make(), text, recipe, run_dir=name)
+    newest = sorted((world/name/'checkpoints').iterdir())[-1]
+    config, parts = checkpoint.load(newest)
+    shutil.rmtree(newest)
+    checkpoint.save(newest, config, **parts | change)
+    with pytest.raises(OSError, match='checkpoint=.*: not (a state of|tensors)'): training.train(make(), text, recipe, run_dir=name, resume=True)
+
 # ---- numbers that are none
 
 @pytest.mark.parametrize('what', ('loss', 'gradient', 'gate gradient'))
