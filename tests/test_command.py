@@ -142,8 +142,8 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a b: '),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
     (['prune', 'other-words', *TOY, '--corpus', 'own.txt'], 1, 'corpus=own.txt: its vocabulary'),
-    ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no run to resume'),
-    ([*OWN, '--run-dir', 'own.txt', '--resume'], 1, 'run_dir=own.txt: no run to resume'),
+    ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no recipe.json there, so no run to resume'),
+    ([*OWN, '--run-dir', 'own.txt', '--resume'], 1, 'run_dir=own.txt: no recipe.json there, so no run to resume'),
     ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: recipe.json is damaged'),
 ]
 name_of = lambda case: ' '.join(a for a in case[0] if a not in TOY) or 'nothing'
