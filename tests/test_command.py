@@ -78,7 +78,6 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--'], 2, 'argument=--'),
     ([*RUN, '--steps'], 2, '--steps'),
     ([*OWN, '--device', 'abacus'], 2, 'device=abacus'),
-    ([*OWN, '--device', 'cuda:99'], 2, 'device=cuda:99'),
     ([*SCORE], 2, 'model'),
     ([*SCORE, 'good', '--mem-len', '1000000000'], 2, 'mem_len=1000000000'),
     ([*RUN, '--recipe', 'huge'], 2, 'recipe=huge'), # recipe
@@ -87,23 +86,15 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--steps', 'ten'], 2, 'steps=ten'),
     ([*RUN, '--lr', '-1'], 2, 'lr=-1'),
     ([*RUN, '--lr', 'nan'], 2, 'lr=nan'),
-    ([*RUN, '--lr', '1e38'], 2, 'lr=1e+38'),
-    ([*RUN, '--gate-init', 'inf'], 2, 'gate_init=inf'),
     ([*RUN, '--lam', '-inf'], 2, 'lam=-inf'),
     ([*RUN, '--lam', '-1e5'], 2, 'lam=-100000'),
     ([*RUN, '--n-head', '7'], 2, 'n_head=7'),
-    ([*RUN, '--dropout', '1'], 2, 'dropout=1'),
     ([*RUN, '--n-layer', '1000000000'], 2, 'n_layer=1000000000'),
-    ([*RUN, '--optimizer', 'sgd'], 2, 'optimizer=sgd'),
     ([*RUN, '--dtype', 'float8'], 2, 'dtype=float8'),
-    ([*RUN, '--output-scale', 'maybe'], 2, 'output_scale=maybe'),
     ([*OWN, '--cutoffs', '5'], 2, 'cutoffs=(5,)'),
-    ([*RUN, '--seed', '99999999999999999999'], 2, 'seed='),
     ([*OWN, '--batch', '1000000000'], 1, 'corpus=own.txt'),
-    ([*OWN, '--mem-len', '900'], 1, 'corpus=own.txt'),
     ([*RUN, '--corpus', 'wikipedia'], 2, 'corpus=wikipedia'), # paths
     ([*RUN, '--corpus', 'no/such.txt'], 1, 'corpus=no/such.txt'),
-    ([*RUN, '--corpus', 'taken'], 1, 'corpus=taken'),
     ([*RUN, '--corpus', 'blank.txt'], 1, 'corpus=blank.txt'),
     ([*RUN, '--corpus', 'latin.txt'], 1, 'byte 3'),
     ([*RUN, '--corpus', 'short.txt'], 1, 'corpus=short.txt'),
@@ -134,16 +125,13 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*SCORE, 'gates-nan'], 1, 'log_alpha is not finite'), # gates
     ([*SCORE, 'gates-long'], 1, 'log_alpha is (3, 4) there and (2, 4) in the model'),
     (['time', '--kept', '8,3', '--no-train'], 2, 'kept='),
-    (['time', '--kept', 'nan', '--no-train'], 2, 'kept='),
     (['prune'], 2, 'model='), # prune, resume
     (['prune', 'taken'], 1, 'checkpoint=taken'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
     ([*OWN, '--run-dir', 'x' * 300], 1, 'File name too long'),
     ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a b: '),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
-    (['prune', 'other-words', *TOY, '--corpus', 'own.txt'], 1, 'corpus=own.txt: its vocabulary'),
     ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no recipe.json there, so no run to resume'),
-    ([*OWN, '--run-dir', 'own.txt', '--resume'], 1, 'run_dir=own.txt: no recipe.json there, so no run to resume'),
     ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: recipe.json is damaged'),
 ]
 name_of = lambda case: ' '.join(a for a in case[0] if a not in TOY) or 'nothing'

@@ -38,8 +38,7 @@ class Crash(BaseException): "Ends the process as it is: nothing is saved on the 
 PLACES = dict(baseline=('baseline', 3), epoch_end=('baseline', 6), control=('control', 5), warm_up=('gated', 2), gating=('gated', 5),
               before_freezing=('gated', 7), after_freezing=('gated', 8), fine_tuning=('gated', 12), last_step=('gated', 13))
 
-@pytest.mark.parametrize('optimizer', ('adamw', 'lamb'))
-@pytest.mark.parametrize('how', ('signal', 'crash'))
+@pytest.mark.parametrize('how,optimizer', (('signal', 'adamw'), ('crash', 'adamw'), ('signal', 'lamb')))
 def test_resume_gives_the_same_bits(world, monkeypatch, how, optimizer):
     step = training._step
     go(whole := f'whole-{optimizer}-{how}', optimizer=optimizer)
@@ -347,7 +346,7 @@ def shell(*args): return [sys.executable, '-m', 'allatt_prune', 'run', *args]
 
 def test_real_signals(world):
     busy = dict(training=dict(save_every=0, valid_every=0), evaluation=dict(save_every=0, valid_every=1), saving=dict(save_every=1, valid_every=0))
-    common = dict(SMALL, steps=60, prune_steps=60, gate_steps=30)
+    common = dict(SMALL, steps=40, prune_steps=40, gate_steps=20)
     env = os.environ | dict(OMP_NUM_THREADS='1')
     def options(what): return [x for k, v in {**common, **busy[what], 'corpus': 'long.txt'}.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     cases = [(what, sig) for what in busy for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)] + [('report', signal.SIGTERM)]
@@ -356,7 +355,7 @@ def test_real_signals(world):
         job = subprocess.Popen(shell(*options('training' if what == 'report' else what), '--run-dir', name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         wanted = world/name/('pruned' if what == 'report' else 'metrics.jsonl')
         while not wanted.exists() and job.poll() is None: time.sleep(.005)
-        time.sleep(0 if what == 'report' else rng.uniform(0, .6))
+        time.sleep(0 if what == 'report' else rng.uniform(0, .4))
         job.send_signal(sig)
         _, err = job.communicate(timeout=60)
         return job.returncode, err
