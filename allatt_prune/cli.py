@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'ROWS', 'SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'pick_device',
-           'stored_recipe', 'run', 'time_recipe', 'time_table', 'parallel', 'main']
+           'parallel', 'stored_recipe', 'run', 'time_recipe', 'time_table', 'main']
 
-# %% ../nbs/11_cli.ipynb #f1ddfd66
+# %% ../nbs/11_cli.ipynb #3550dc54
 import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, time, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from .gates import HeadGates, plot_gates, plot_heads
 from .model import LM, LMConfig, need
 from .remove import remove_heads
 from .timing import benchmark, check_kept, count_macs, count_params, error, peak_memory, ratios, time_in_turns
-from .train import RECIPES, Recipe, Stopped, evaluate, get_recipe, processes, read_metrics, text_id, train
+from .train import RECIPES, Recipe, Stopped, evaluate, get_recipe, processes, read_metrics, same_recipe, text_id, train
 
-# %% ../nbs/11_cli.ipynb #84340e1f
+# %% ../nbs/11_cli.ipynb #021c4af3
 MODELS = 'baseline', 'control', 'gated', 'pruned'
 
 def prune_path(
@@ -37,7 +37,6 @@ def prune_path(
     kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
     _meet()
     for name in models:
-        start, more = 0 if name == 'baseline' else recipe.steps, {}
         if name in ready:
             found[name] = LM.from_pretrained(run_dir/name).to(device)
             if name == 'gated': gates = HeadGates.from_pretrained(run_dir/name).to(device)
@@ -49,7 +48,7 @@ def prune_path(
         else: model = copy.deepcopy(found['baseline'])
         if name == 'gated': gates = HeadGates(recipe.n_layer, recipe.n_head, recipe.gate_init, scale=recipe.output_scale).to(device)
         if name != 'pruned': train(model, corpus, recipe.pruning() if name == 'control' else recipe, gates if name == 'gated' else None,
-                                   run_dir, phase=name, start=start, resume=True)
+                                   run_dir, phase=name, start=0 if name == 'baseline' else recipe.steps, resume=True)
         if processes()[0] == 0: model.save_pretrained(run_dir/name, **kept, **dict(gates=gates.state_dict()) if name == 'gated' else {})
         found[name] = model
     _meet()
@@ -156,7 +155,7 @@ Validation is over {about['tokens'][0]:,} {about['unit']}s and test over {about[
     (run_dir/'report.json.new').write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
     os.replace(run_dir/'report.json.new', run_dir/'report.json')                     # the last thing that a run does
 
-# %% ../nbs/11_cli.ipynb #51566240
+# %% ../nbs/11_cli.ipynb #966fae0b
 def pick_device(
     name: str # auto, cpu, cuda or cuda:N
 ) -> str:
@@ -167,6 +166,20 @@ def pick_device(
     except (RuntimeError, AssertionError) as e: raise ValueError(f'device={name}: not available here; give auto or cpu') from e
     return name
 
+@contextlib.contextmanager
+def parallel(
+    name: str # of the device, for `pick_device`; auto gives each process a GPU of its own
+):
+    "The device of this process. Under torchrun, all processes are joined: over nccl on GPUs, gloo on CPUs."
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    if world > 1 and name in ('auto', 'cuda') and torch.cuda.is_available(): name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    device = pick_device(name)
+    if world > 1:
+        if device != 'cpu': torch.cuda.set_device(device)
+        dist.init_process_group('gloo' if device == 'cpu' else 'nccl')
+    yield device
+    if world > 1: dist.destroy_process_group()
+
 def _long_enough(text, r): # to train on, to fill a memory before timing, and to hold something out
     Streams(text.train, r.batch, r.seg_len, text.name)
     n = r.batch * (r.mem_len + r.seg_len + 1)
@@ -174,7 +187,7 @@ def _long_enough(text, r): # to train on, to fill a memory before timing, and to
         raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full memory need {n}, '
                         f'and something must be held out; give more text, or a smaller batch or mem_len')
 
-# %% ../nbs/11_cli.ipynb #845f96f0
+# %% ../nbs/11_cli.ipynb #4e3b8da7
 def _stored(run_dir, name): # a JSON file of a run
     try: found = json.loads((Path(run_dir)/name).read_text(encoding='utf-8'))
     except (FileNotFoundError, NotADirectoryError) as e: raise FileNotFoundError(f'run_dir={run_dir}: no {name} there, so no run to resume; leave out --resume, or give the folder of one') from e
@@ -191,19 +204,9 @@ def stored_recipe(
     except (ValueError, TypeError) as e: raise OSError(f'run_dir={run_dir}: recipe.json is damaged ({e}); take another copy') from e
 
 def _create(run_dir, baseline, **files): # a run directory with its first files, whole or not at all
-    tmp = None
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.sweep(run_dir.parent, run_dir.name)
-        tmp = Path(tempfile.mkdtemp(prefix=f'.{run_dir.name}.tmp-', dir=run_dir.parent))
+    with checkpoint.new_folder(run_dir, 'run_dir') as tmp:
         for name, content in files.items(): checkpoint.write_file(tmp/f'{name}.json', (json.dumps(content, indent=1) + '\n').encode())
         if baseline: shutil.copytree(baseline, tmp/'baseline')
-        tmp.chmod(0o755)
-        os.rename(tmp, run_dir)
-    except BaseException as e:
-        if tmp: shutil.rmtree(tmp, ignore_errors=True)
-        if isinstance(e, OSError): raise OSError(f'run_dir={run_dir}: {e.strerror or e}; choose another one') from e
-        raise
 
 @contextlib.contextmanager
 def _alone(run_dir): # nobody else works there; ends with the process, however that ends
@@ -226,7 +229,7 @@ def _report_of(run_dir, models): # the rows of a run that is finished, with all 
     for name in models: checkpoint.verify(run_dir/name)
     return rows
 
-# %% ../nbs/11_cli.ipynb #50f4f766
+# %% ../nbs/11_cli.ipynb #aa8ee248
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
@@ -242,7 +245,7 @@ def run(
     need(baseline is None or not run_dir.resolve().is_relative_to(Path(baseline).resolve()), 'run_dir', run_dir, f'inside {baseline}', 'choose another one')
     if not resume and rank == 0 and run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
-    if resume: _same_recipe(stored_recipe(run_dir), recipe)
+    if resume: same_recipe(stored_recipe(run_dir), recipe, run_dir)
     text = load_corpus(recipe.corpus, cache, unit=recipe.unit or None)
     _long_enough(text, recipe)
     need(text.unit == 'word' or not recipe.config(len(text.vocab)).cutoffs, 'cutoffs', recipe.cutoffs, 'characters are not in the order of their frequency', 'give none, or unit=word')
@@ -263,11 +266,6 @@ def run(
     return rows
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
-
-def _same_recipe(was, now): # the text may have moved
-    for f in fields(Recipe):
-        old, new = getattr(was, f.name), getattr(now, f.name)
-        need(old == new or f.name == 'corpus', f.name, new, f'the run to resume has {old}', 'give the same, or leave out settings and --recipe')
 
 # %% ../nbs/11_cli.ipynb #5d349e62
 SHAPE = ('n_layer', 'd_model', 'n_head', 'n_persistent', 'd_ff', 'seg_len', 'mem_len', 'batch', 'seed') # settings that matter for time
@@ -307,21 +305,7 @@ def time_table(
     wrong = f"- largest error of one layer against float64: {found['error']:.1e}"
     return '\n'.join(lines + [''] + [f'- {name}: {x:.3f}' for name, x in found['ratios'].items()] + [wrong])
 
-# %% ../nbs/11_cli.ipynb #9e24844b
-@contextlib.contextmanager
-def parallel(
-    name: str # of the device, for `pick_device`; auto gives each process a GPU of its own
-):
-    "The device of this process. Under torchrun, all processes are joined: over nccl on GPUs, gloo on CPUs."
-    world = int(os.environ.get('WORLD_SIZE', 1))
-    if world > 1 and name in ('auto', 'cuda') and torch.cuda.is_available(): name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    device = pick_device(name)
-    if world > 1:
-        if device != 'cpu': torch.cuda.set_device(device)
-        dist.init_process_group('gloo' if device == 'cpu' else 'nccl')
-    yield device
-    if world > 1: dist.destroy_process_group()
-
+# %% ../nbs/11_cli.ipynb #e07e997e
 class _Parser(argparse.ArgumentParser):
     def error(self, message): raise ValueError(f'{message}; see allatt-prune --help')
 
@@ -385,7 +369,7 @@ def _time_options(job):
     job.add_argument('--warmup', default='2', help='runs of each job before the first round (default: 2)')
     job.add_argument('--json', help='file to write, for machines')
 
-# %% ../nbs/11_cli.ipynb #b1414af6
+# %% ../nbs/11_cli.ipynb #38a993f0
 def _convert(f, text): # an option's text as the type of its field
     kinds = {bool: lambda t: dict(true=True, false=False)[t.lower()], tuple: lambda t: tuple(int(x) for x in t.split(',') if x)}
     kind = kinds.get(f.type, f.type)
@@ -431,6 +415,7 @@ def _time(args, changes):
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
         file.write_text(json.dumps(about | dict(shapes=found), indent=1) + '\n', encoding='utf-8')
 
+# %% ../nbs/11_cli.ipynb #2b12728a
 def _vocabulary(folder, parts): # of a saved model: unit, symbols; None if it was saved without
     try: return 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols']) or None
     except (KeyError, TypeError) as e: raise OSError(f'checkpoint={folder}: vocab.json is damaged; save it again') from e
@@ -451,6 +436,7 @@ def _evaluate(args, changes):
         score = evaluate(model, getattr(text, args.split), z, changes.get('batch', 1))
         if processes()[0] == 0: print(f'{args.split}: {score}')
 
+# %% ../nbs/11_cli.ipynb #31c4dfdd
 def _jobs(args, changes): # run, train, prune
     name, baseline = args.recipe or 'tiny', None
     run_dir = Path(args.run_dir or ('runs/pruned' if args.command == 'prune' else f'runs/{name}'))
@@ -459,7 +445,7 @@ def _jobs(args, changes): # run, train, prune
         need(args.command != 'prune' or args.model is None, 'model', getattr(args, 'model', None), 'the run has its own', 'leave it out with --resume')
         was = stored_recipe(run_dir)
         recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if args.recipe and args.command != 'prune' else was, **changes)
-        _same_recipe(was, recipe)
+        same_recipe(was, recipe, run_dir)
     elif args.command == 'prune': recipe, baseline = _to_prune(args, changes), args.model
     else: recipe = get_recipe(name, **changes)
     with parallel(args.device) as device:
@@ -482,6 +468,7 @@ def _to_prune(args, changes): # the recipe for a trained model
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows {model.cfg.vocab}', 'give the corpus that the model was trained on')
     return recipe
 
+# %% ../nbs/11_cli.ipynb #651c8698
 def _download(args, _):
     text = load_corpus(args.corpus, args.cache, unit=args.unit)
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))

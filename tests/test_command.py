@@ -205,7 +205,7 @@ def test_train_then_prune_then_run(folder):
     for job, d, rows in (('run', 't', 4), ('prune', 'p', 3), ('run', 'p', 4)):   # train goes on as run; what is finished only reports
         done = command(job, '--run-dir', d, '--resume', cwd=folder)
         assert done.returncode == 0 and done.stdout.count('|\n') == rows + 2, done.stderr
-    assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: lam=0.1: the run to resume has 0.5')
+    assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: lam=0.1: t was made with 0.5')
 
 def test_words_with_an_adaptive_softmax(folder):
     done = command(*OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
