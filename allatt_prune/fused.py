@@ -35,8 +35,8 @@ def merge(
     w1, w2 = (lse1 - lse).exp(), (lse2 - lse).exp() * scale
     return o1 * w1.to(o1.dtype)[..., None] + o2 * w2.to(o1.dtype)[..., None], lse
 
-# %% ../nbs/02_fused.ipynb #47e4de41
-@torch.library.custom_op('allatt_prune::keep_mask', mutates_args=())
+# %% ../nbs/02_fused.ipynb #e64a5d7b
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::keep_mask", mutates_args=())
 def keep_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
     "True where a weight of `x` is kept. The same seed (0-d, int64) and block (its first row) give the same mask."
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
