@@ -44,18 +44,20 @@ def output_scale(
     "The factor s_g that keeps a layer's output at its size. Paper, equation 3."
     return g.shape[-1] / g.sum(-1, keepdim=True).clamp(min=1)
 
-# %% ../nbs/04_gates.ipynb #96b4e74f
+# %% ../nbs/04_gates.ipynb #c8b3f52f
 class HeadGates(nn.Module):
     "One trained gate per head of a model: call it for the multipliers z (l h). Paper, §3.2-3.3."
     def __init__(self,
         n_layer: int, # layers l
         n_head: int, # heads h of a layer
         init: float = 2., # pi at the start: 2 is 88 % open (paper, §3.3)
-        *, scale: bool = True # multiply by s_g (paper, equation 3)
+        *, scale: bool = True, # multiply by s_g (paper, equation 3)
+        exact: bool = False # the L0 loss counts gates that are open; False: those with s' > 0, as in the paper
     ):
         super().__init__()
         need(math.isfinite(init), 'gate_init', init, 'not a number', 'give a finite one')
         self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init)))
+        self.exact = exact
         self.register_buffer('scale', torch.tensor(scale))     # buffers are saved with the gates
         self.register_buffer('frozen', torch.tensor(False))
 
@@ -67,7 +69,7 @@ class HeadGates(nn.Module):
 
     def l0(self) -> Tensor:
         "The L0 loss: a sum over all heads."
-        return l0_prob(self.log_alpha).sum()
+        return (self.log_alpha.sigmoid() if self.exact else l0_prob(self.log_alpha)).sum()
     def open_prob(self) -> Tensor:
         "P(g=1) of every gate, (l h)."
         return self.log_alpha.detach().sigmoid()

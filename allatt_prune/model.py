@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import nn, Tensor
 from .fused import attend
 
-# %% ../nbs/03_model.ipynb #15728944
+# %% ../nbs/03_model.ipynb #e6bc6017
 def need(ok, # is the value usable?
          thing, value, why, fix): # the parts of the message
     "Raise ValueError as one line, `<thing>=<value>: <why>; <fix>`, unless `ok`."
@@ -39,6 +39,9 @@ class LMConfig:
     mem_len: int = 512 # memory length S; 0: no memory
     dropout: float = .1 # on the embedding and on what a layer adds
     attn_dropout: float = .2 # on attention weights
+    pos_dropout: float = 0. # on position vectors
+    final_norm: bool = True # layer norm behind the last layer
+    zero_memory: bool = False # a text begins with a memory of zeros, which is attended to; False: with none
     cutoffs: list[int] = () # words at which a further band of the adaptive softmax begins; none: one band
     heads: list[int]|None = None # heads kept in each layer; None: all
     def __post_init__(self):
@@ -46,7 +49,7 @@ class LMConfig:
         for f, x in vars(self).items():
             if f in ('vocab', 'n_layer', 'd_model', 'n_head', 'seg_len'): need(x >= 1, f, x, 'too small', 'give 1 or more')
             if f in ('n_persistent', 'd_ff', 'mem_len'): need(x >= 0, f, x, 'negative', 'give 0 or more')
-            if f in ('dropout', 'attn_dropout'): need(0 <= x < 1, f, x, 'not a probability below 1', 'give 0 <= p < 1')
+            if f in ('dropout', 'attn_dropout', 'pos_dropout'): need(0 <= x < 1, f, x, 'not a probability below 1', 'give 0 <= p < 1')
         c, h, heads = self.d_model, self.n_head, self.heads
         need(c % h == 0, 'n_head', h, f'does not divide d_model={c}', 'give a divisor')
         need(heads is None or len(heads) == self.n_layer and all(0 <= k <= h for k in heads),
@@ -87,7 +90,7 @@ class Cached(NamedTuple):
         k, v = (x[:, :, -n:].clone() if x.shape[2] > 2*n else x[:, :, -n:] for x in (self.k, self.v))
         return Cached(k, v, self.r)
 
-# %% ../nbs/03_model.ipynb #4217f33e
+# %% ../nbs/03_model.ipynb #3ef21b2c
 class AllAttention(nn.Module):
     "The attention sub-layer with `n_head` heads. Paper, equations 1-3."
     def __init__(self, cfg: LMConfig, n_head: int, attend=attend):
@@ -118,6 +121,9 @@ class AllAttention(nn.Module):
 
     def relative_keys(self, pos): # (m c) -> (h m d)
         return rearrange(self.wr(pos), 'm (h d) -> h m d', h=self.h)
+    def project(self, mem, pos): # (b s c), (m c) -> Cached
+        k, v = (rearrange(f(self.norm(mem)), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
+        return Cached(k, v, self.relative_keys(pos))
 
 # %% ../nbs/03_model.ipynb #37566d9b
 class FeedForward(nn.Sequential):
@@ -202,7 +208,7 @@ class TiedSoftmax(nn.Module):
             total = total + F.cross_entropy(self._scores(h[here], i), targets[here] - self.edges[i], reduction='sum')
         return total / (targets != -100).sum()
 
-# %% ../nbs/03_model.ipynb #7850b29e
+# %% ../nbs/03_model.ipynb #4956af22
 class LM(nn.Module):
     "A language model with segment memory."
     def __init__(self, cfg: LMConfig, attend=attend):
@@ -212,7 +218,7 @@ class LM(nn.Module):
         self.words = TiedSoftmax(cfg.vocab, c, cfg.cutoffs)
         self.pos = nn.Parameter(torch.randn(cfg.window, c))
         self.layers = nn.ModuleList(Layer(cfg, h, attend) for h in cfg.layer_heads)
-        self.norm = nn.LayerNorm(c)
+        self.norm = nn.LayerNorm(c) if cfg.final_norm else nn.Identity()
 
     def forward(self,
         ids: Tensor, # (b t), int64
@@ -222,10 +228,11 @@ class LM(nn.Module):
     ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v) without targets; and the memory
         self._check(ids, mems, z)
         x = F.dropout(self.words.embed(ids) * self.cfg.d_model**.5, self.cfg.dropout, self.training)
-        inputs, cache = [], []
+        if mems is None and self.cfg.zero_memory: mems = x.new_zeros(len(self.layers), len(x), self.cfg.mem_len, x.shape[-1])
+        pos, inputs, cache = F.dropout(self.pos, self.cfg.pos_dropout, self.training), [], []
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            x, new = layer(x, None if mems is None else mems[i], self.pos, None if z is None else z[i])
+            x, new = layer(x, None if mems is None else mems[i], pos, None if z is None else z[i])
             cache.append(new and new.last(self.cfg.window))
         x, mems = self.norm(x), cache if isinstance(mems, list) else self._remember(inputs, mems)
         if targets is None: return self.words.logits(x), mems
@@ -267,15 +274,15 @@ def with_memory(
 
 LM.with_memory = with_memory
 
-# %% ../nbs/03_model.ipynb #15de828d
+# %% ../nbs/03_model.ipynb #3edadbee
 @torch.inference_mode()
 def start_cache(
     self: LM,
     batch: int = 1 # streams
 ) -> list[Cached|None]: # for `infer`; None for a layer without heads
     "An empty memory of projected keys and values."
-    empty = lambda a: self.pos.new_empty(batch, a.h, 0, self.cfg.d_head)
-    return [a and Cached(empty(a), empty(a), a.relative_keys(self.pos)) for a in (l.attn for l in self.layers)]
+    memory = self.pos.new_zeros(batch, self.cfg.mem_len * self.cfg.zero_memory, self.cfg.d_model)
+    return [l.attn and l.attn.project(memory, self.pos) for l in self.layers]
 
 @torch.inference_mode()
 def infer(

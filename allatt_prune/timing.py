@@ -20,7 +20,7 @@ from . import attention, fused
 from .model import LM, LMConfig, bands, need
 from .remove import remove_heads
 
-# %% ../nbs/08_timing.ipynb #876261e0
+# %% ../nbs/08_timing.ipynb #6ca7e56a
 def count_params(
     cfg: LMConfig|LM # a configuration, or a model for its configuration
 ) -> dict[str, int]: # blocks, embedding (shared with the softmax), softmax (what is not), positions, total
@@ -31,7 +31,7 @@ def count_params(
     layers = attention + cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
     words, k = bands(cfg.vocab, cfg.d_model, cfg.cutoffs), len(cfg.cutoffs)
     projections = [c*width for _, width in words] if k else []
-    parts = dict(blocks=layers + 2*c, embedding=sum(n*width for n, width in words) + sum(projections),
+    parts = dict(blocks=layers + 2*c*cfg.final_norm, embedding=sum(n*width for n, width in words) + sum(projections),
                  softmax=cfg.vocab + (c*c + k*(c + 1) if k else 0), positions=cfg.window*c)
     return dict(parts, total=sum(parts.values()))
 

@@ -20,7 +20,7 @@ from .data import Corpus, DataError, Streams
 from .gates import HeadGates, lambda_at
 from .model import LM, LMConfig, need
 
-# %% ../nbs/06_train.ipynb #5089573b
+# %% ../nbs/06_train.ipynb #dc65cb6e
 @dataclass
 class Recipe:
     "All settings of a run. Defaults: text8 as in the paper."
@@ -41,6 +41,7 @@ class Recipe:
     warmup: int = 4_000 # steps until lr is reached, §4.1.2
     lr: float = 1e-2 # largest learning rate of the baseline, §4.1.2
     lr_min: float = 1e-4 # learning rate at the end of the cosine, §4.1.2
+    cosine_steps: int = 0 # steps of the baseline's cosine; 0: all that follow the warm-up
     prune_steps: int = 80_000 # steps from the first gate to the end of fine-tuning, §4.1.2
     prune_warmup: int = 4_000 # steps until prune_lr is reached: as for the baseline, §4.1.2
     prune_lr: float = 1e-3 # largest learning rate while pruning, §4.1.2
@@ -49,8 +50,13 @@ class Recipe:
     lam_warmup: int = 4_000 # steps until lam is reached, §4.1.2
     gate_steps: int = 16_000 # steps until the gates are frozen, §4.1.2
     gate_lr: float = 1e-3 # constant learning rate of the gates; the paper gives none
+    gate_optimizer: str = 'adam' # adam or lamb; the paper gives none
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
+    l0_exact: bool = False # the L0 loss counts open gates; False: those with s' > 0, as in §3.2
+    final_norm: bool = True # layer norm behind the last layer
+    zero_memory: bool = False # a text begins with a memory of zeros; False: with none
+    pos_dropout: float = 0. # on position vectors
     cutoffs: tuple = () # adaptive softmax: words at which a further band begins; characters need none
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char or word; empty: what the corpus usually is read in
@@ -66,6 +72,7 @@ class Recipe:
         for f, x in vars(self).items(): setattr(self, f, x.item() if isinstance(x, np.generic) else x)
         for f in fields(self): self._check(f.name, getattr(self, f.name), f.type)
         need(self.optimizer in ('lamb', 'adamw'), 'optimizer', self.optimizer, 'unknown', 'give lamb or adamw')
+        need(self.gate_optimizer in ('lamb', 'adam'), 'gate_optimizer', self.gate_optimizer, 'unknown', 'give lamb or adam')
         g, n = self.gate_steps, self.prune_steps
         need(g <= n, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         c = self.cutoffs
@@ -89,10 +96,13 @@ class Recipe:
         "The model of this recipe, for a vocabulary of that size; cutoffs beyond it fall away."
         same = {f.name: getattr(self, f.name) for f in fields(LMConfig) if hasattr(self, f.name)}
         return LMConfig(vocab, **same | dict(cutoffs=[c for c in self.cutoffs if c < vocab]))
+    def gates(self) -> HeadGates:
+        "New gates for that model."
+        return HeadGates(self.n_layer, self.n_head, self.gate_init, scale=self.output_scale, exact=self.l0_exact)
     def pruning(self) -> 'Recipe':
         "The same recipe with the schedule of the pruning phase."
         return replace(self, steps=self.prune_steps, warmup=self.prune_warmup,
-                       lr=self.prune_lr, lr_min=self.prune_lr_min)
+                       lr=self.prune_lr, lr_min=self.prune_lr_min, cosine_steps=0)
 
 # %% ../nbs/06_train.ipynb #c07ffa9e
 RECIPES = dict(
@@ -131,28 +141,29 @@ def same_recipe(
         old, new = getattr(was, f.name), getattr(now, f.name)
         need(old == new or f.name == 'corpus', f.name, new, f'{where} was made with {old}', 'give the same, or leave it out, to resume')
 
-# %% ../nbs/06_train.ipynb #df47fb89
+# %% ../nbs/06_train.ipynb #ec77ab34
 def lr_at(
     step: int, # 0 .. steps-1
     r: Recipe # whose schedule
 ) -> float:
     "Learning rate at a step: linear warm-up to `lr`, cosine to `lr_min`. Paper, §4.1.2."
     if step < r.warmup: return r.lr * (step + 1) / r.warmup
-    done = (step - r.warmup) / max(1, r.steps - 1 - r.warmup)
-    return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * done)) / 2
+    done = (step - r.warmup) / (r.cosine_steps or max(1, r.steps - 1 - r.warmup))
+    return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * min(1, done))) / 2
 
-# %% ../nbs/06_train.ipynb #e6b8024f
+# %% ../nbs/06_train.ipynb #03519ec0
 def make_optimizers(
     model: LM,
     gates: HeadGates|None,
     r: Recipe # names the optimiser and the rates
 ) -> list[torch.optim.Optimizer]: # the model's, then the gates' if there are any
-    "LAMB or AdamW for the model, Adam for the gates."
-    if r.optimizer == 'lamb':
+    "LAMB or AdamW for the model; Adam, which without decay is AdamW, or LAMB for the gates."
+    def make(name, params, lr):
+        if name != 'lamb': return torch.optim.AdamW(params, lr=lr, betas=(.9, .99), weight_decay=0.)
         from pytorch_optimizer import Lamb
-        opts = [Lamb(model.parameters(), lr=r.lr, weight_decay=0.)]
-    else: opts = [torch.optim.AdamW(model.parameters(), lr=r.lr, betas=(.9, .99), weight_decay=0.)]
-    return opts if gates is None else opts + [torch.optim.Adam(gates.parameters(), lr=r.gate_lr, betas=(.9, .99))]
+        return Lamb(params, lr=lr, weight_decay=0.)
+    opts = [make(r.optimizer, model.parameters(), r.lr)]
+    return opts if gates is None else opts + [make(r.gate_optimizer, gates.parameters(), r.gate_lr)]
 
 # %% ../nbs/06_train.ipynb #265d017d
 class Score(float):
