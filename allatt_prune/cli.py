@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'ROWS', 'SHAPE', 'ON_CPU', 'prune_path', 'measure', 'table', 'environment', 'write_report', 'outcome',
-           'recorded', 'pick_device', 'parallel', 'stored_recipe', 'run', 'time_recipe', 'time_table', 'main']
+           'recorded', 'pick_device', 'parallel', 'stored_recipe', 'run', 'sweep', 'sweep_table', 'time_recipe',
+           'time_table', 'main']
 
-# %% ../nbs/11_cli.ipynb #6a06859e
-import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, subprocess, sys, tempfile, threading, time, warnings
+# %% ../nbs/11_cli.ipynb #9221755f
+import argparse, contextlib, copy, json, math, os, platform, re, shutil, signal, statistics, subprocess, sys, tempfile, threading, time, warnings
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -291,6 +292,40 @@ def run(
     return rows
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
+
+# %% ../nbs/11_cli.ipynb #95259c5c
+def sweep(
+    recipe: Recipe,
+    run_dir: str|Path, # gets a run directory for each seed and lambda; those that are there are gone on with
+    lams: list[float], # prices; with the first of them goes the baseline and the control of each seed
+    seeds: list[int] = (0,),
+    cache: str|None = None # for `load_corpus`
+) -> list[dict]: # the `outcome` of each
+    "Baseline, control, and models pruned at several prices. Paper, Tables 1 and 2."
+    found = []
+    for seed in seeds:
+        for lam in lams:
+            first, folder = (Path(run_dir)/f'{seed}-{x}' for x in (lams[0], lam))
+            how = {} if folder == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
+            run(replace(recipe, seed=seed, lam=lam), None, folder, cache=cache, resume=folder.exists(), **how)
+            found.append(outcome(folder))
+    return found
+
+def sweep_table(
+    found: list[dict] # from `sweep`
+) -> str: # Markdown
+    "A row per price: the mean over the seeds, and in brackets each."
+    name, digits = ('ppl', 2) if found[0]['unit'] == 'word' else ('bpc', 3)
+    def each(xs, form): return format(statistics.mean(xs), form) + (f" ({', '.join(format(x, form) for x in xs)})" if len(set(xs)) > 1 else '')
+    rows = lambda model, lam=None: [r for f in found for r in f['rows'] if r['model'] == model and lam in (None, f['recipe']['lam'])]
+    control, out = rows('control'), []
+    whole = {f['recipe']['seed']: f['rows'][0] for f in found}                      # a baseline is in several runs
+    for label, these in [('baseline', list(whole.values())), ('control', control)] + [(f'λ = {lam}', rows('pruned', lam)) for lam in sorted({f['recipe']['lam'] for f in found})]:
+        valid, test = ([r[split] for r in these] for split in ('valid', 'test'))
+        cost = [x - c['test'] for x, c in zip(test, control, strict=True)]
+        out.append(f"| {label} | {each([r['heads'] for r in these], '.3g')} of {these[0]['of']} | {each([r['blocks']/1e6 for r in these], '.2f')} M "
+                   f"| {each(valid, f'.{digits}f')} | {each(test, f'.{digits}f')} | {each(cost, f'+.{digits}f')} |")
+    return '\n'.join([f'| | heads kept | block parameters | valid {name} | test {name} | test {name} − control |', '|---' + '|---:'*5 + '|'] + out)
 
 # %% ../nbs/11_cli.ipynb #5d349e62
 SHAPE = ('n_layer', 'd_model', 'n_head', 'n_persistent', 'd_ff', 'seg_len', 'mem_len', 'batch', 'seed') # settings that matter for time
