@@ -157,7 +157,7 @@ def _report_heads(run_dir, keep, records, recipe): # which stayed; what the repo
     shown = '\n![which heads stayed](heads.png)\n\n![open probability of each gate](gates.png)\n'
     return keep.int().tolist(), f"Heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}.", shown
 
-# %% ../nbs/11_cli.ipynb #3f2a1b51
+# %% ../nbs/11_cli.ipynb #f892ad2d
 def outcome(
     run_dir: str|Path # of a finished run
 ) -> dict: # the report; seconds of training of each phase; curves: of each phase step, loss, and expected open heads if there were gates
@@ -172,11 +172,12 @@ def outcome(
 def recorded(
     file: str|Path, # JSON
     make: Callable[[], dict] # the experiment
-) -> dict: # its results, with hardware, versions and commit
+) -> dict: # its results; environment: hardware, versions and commit; seconds that it took
     "What is in a file of results. If there is none, the experiment is made and the file written."
-    file = Path(file)
+    file, since = Path(file), time.time()
     if not file.exists():
-        data = (json.dumps(dict(environment=environment(pick_device('auto'))) | make()) + '\n').encode()
+        found = make()
+        data = (json.dumps(dict(environment=environment(pick_device('auto')), seconds=round(time.time() - since)) | found) + '\n').encode()
         checkpoint.write_file(file.with_suffix('.new'), data)
         os.replace(file.with_suffix('.new'), file)
     return json.loads(file.read_text(encoding='utf-8'))
