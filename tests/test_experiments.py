@@ -1,5 +1,5 @@
 "What the experiments print is what their files of results say."
-import contextlib, os
+import contextlib, re
 from pathlib import Path
 import pytest
 from execnb.nbio import read_nb
@@ -29,3 +29,12 @@ def test_every_printed_table_follows_from_the_results(path):
             assert [t for t in printed(cell) if t] == before, source
             compared += len(before)
     assert compared >= 2
+
+def test_the_first_page_says_what_the_verdicts_say():
+    readme = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8')
+    for path in NOTEBOOKS:
+        after = ''.join(''.join(c.source) + '\n' for c in read_nb(path).cells if c.cell_type == 'markdown').partition('## The verdict')[2]
+        if not after: continue                                                      # books.ipynb has none
+        verdict = re.match(r'\s*\*\*(Holds|Holds in part|Does not hold at this scale|Matters|\w[\w ]*)\b', after)[1].lower()
+        line = next(line for line in readme.splitlines() if f'experiments/{path.name})' in line and '**' in line)
+        assert f'**{verdict}' in line.lower(), (path.name, verdict, line)
