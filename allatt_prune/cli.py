@@ -157,11 +157,12 @@ def _report_heads(run_dir, keep, records, recipe): # which stayed; what the repo
     shown = '\n![which heads stayed](heads.png)\n\n![open probability of each gate](gates.png)\n'
     return keep.int().tolist(), f"Heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}.", shown
 
-# %% ../nbs/11_cli.ipynb #f892ad2d
+# %% ../nbs/11_cli.ipynb #cc8b3b46
 def outcome(
     run_dir: str|Path # of a finished run
 ) -> dict: # the report; seconds of training of each phase; curves: of each phase step, loss, and expected open heads if there were gates
     "A run in short."
+    if not (Path(run_dir)/'report.json').exists(): raise FileNotFoundError(f'run_dir={run_dir}: no finished run; make one, or go on with it (--resume)')
     report, records = _stored(run_dir, 'report.json'), read_metrics(run_dir)
     r, phases = report['recipe'], {rec['phase']: [] for rec in records}
     for rec in records: phases[rec['phase']].append(rec)
@@ -176,11 +177,13 @@ def recorded(
     "What is in a file of results. If there is none, the experiment is made and the file written."
     file, since = Path(file), time.time()
     if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
         found = make()
         data = (json.dumps(dict(environment=environment(pick_device('auto')), seconds=round(time.time() - since)) | found) + '\n').encode()
         checkpoint.write_file(file.with_suffix('.new'), data)
         os.replace(file.with_suffix('.new'), file)
-    return json.loads(file.read_text(encoding='utf-8'))
+    try: return json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as e: raise OSError(f'file={file}: damaged ({e}); take another copy, or delete it to make it again') from e
 
 # %% ../nbs/11_cli.ipynb #966fae0b
 def pick_device(
@@ -256,7 +259,7 @@ def _report_of(run_dir, models): # the rows of a run that is finished, with all 
     for name in models: checkpoint.verify(run_dir/name)
     return rows
 
-# %% ../nbs/11_cli.ipynb #1a809063
+# %% ../nbs/11_cli.ipynb #a8bfc4d1
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: that of the recipe
@@ -269,6 +272,8 @@ def run(
 ) -> list[dict]: # the rows of the table
     "Train, gate, remove, evaluate, time; leaves a run directory. `Stopped` after a signal."
     run_dir, device, rank = Path(run_dir), pick_device(device), processes()[0]
+    models = tuple(name for name in MODELS if name in models)
+    need('baseline' in models and ('pruned' not in models or 'gated' in models), 'models', models, 'not all that these are made from', 'give baseline, and gated for pruned')
     need(baseline is None or not run_dir.resolve().is_relative_to(Path(baseline).resolve()), 'run_dir', run_dir, f'inside {baseline}', 'choose another one')
     if not resume and rank == 0 and run_dir.exists(): raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
@@ -294,7 +299,7 @@ def run(
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 
-# %% ../nbs/11_cli.ipynb #95259c5c
+# %% ../nbs/11_cli.ipynb #af6d7f4a
 def sweep(
     recipe: Recipe,
     run_dir: str|Path, # gets a run directory for each seed and lambda; those that are there are gone on with
@@ -303,10 +308,11 @@ def sweep(
     cache: str|None = None # for `load_corpus`
 ) -> list[dict]: # the `outcome` of each
     "Baseline, control, and models pruned at several prices. Paper, Tables 1 and 2."
+    need(len(lams) and len(set(lams)) == len(lams), 'lams', lams, 'none, or one of them twice', 'give different ones')
     found = []
     for seed in seeds:
-        for lam in lams:
-            first, folder = (Path(run_dir)/f'{seed}-{x}' for x in (lams[0], lam))
+        for lam in map(float, lams):
+            first, folder = (Path(run_dir)/f'{seed}-{float(x)}' for x in (lams[0], lam))
             how = {} if folder == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
             run(replace(recipe, seed=seed, lam=lam), None, folder, cache=cache, resume=folder.exists(), **how)
             found.append(outcome(folder))
@@ -318,12 +324,12 @@ def sweep_table(
     "A row per price: the mean over the seeds, and in brackets each."
     name, digits = ('ppl', 2) if found[0]['unit'] == 'word' else ('bpc', 3)
     def each(xs, form): return format(statistics.mean(xs), form) + (f" ({', '.join(format(x, form) for x in xs)})" if len(set(xs)) > 1 else '')
-    rows = lambda model, lam=None: [r for f in found for r in f['rows'] if r['model'] == model and lam in (None, f['recipe']['lam'])]
-    control, out = rows('control'), []
-    whole = {f['recipe']['seed']: f['rows'][0] for f in found}                      # a baseline is in several runs
-    for label, these in [('baseline', list(whole.values())), ('control', control)] + [(f'λ = {lam}', rows('pruned', lam)) for lam in sorted({f['recipe']['lam'] for f in found})]:
+    rows = lambda model, lam=None: {f['recipe']['seed']: r for f in found for r in f['rows'] if r['model'] == model and lam in (None, f['recipe']['lam'])}
+    control, out = rows('control'), []                                              # a baseline is in several runs, and the same
+    for label, mine in [('baseline', rows('baseline')), ('control', control)] + [(f'λ = {lam}', rows('pruned', lam)) for lam in sorted({f['recipe']['lam'] for f in found})]:
+        these = list(mine.values())
         valid, test = ([r[split] for r in these] for split in ('valid', 'test'))
-        cost = [x - c['test'] for x, c in zip(test, control, strict=True)]
+        cost = [r['test'] - control[seed]['test'] for seed, r in mine.items()]
         out.append(f"| {label} | {each([r['heads'] for r in these], '.3g')} of {these[0]['of']} | {each([r['blocks']/1e6 for r in these], '.2f')} M "
                    f"| {each(valid, f'.{digits}f')} | {each(test, f'.{digits}f')} | {each(cost, f'+.{digits}f')} |")
     return '\n'.join([f'| | heads kept | block parameters | valid {name} | test {name} | test {name} − control |', '|---' + '|---:'*5 + '|'] + out)

@@ -20,7 +20,7 @@ from .data import Corpus, DataError, Streams
 from .gates import HeadGates, lambda_at
 from .model import LM, LMConfig, need
 
-# %% ../nbs/06_train.ipynb #dc65cb6e
+# %% ../nbs/06_train.ipynb #e2f7f88c
 @dataclass
 class Recipe:
     "All settings of a run. Defaults: text8 as in the paper."
@@ -53,7 +53,7 @@ class Recipe:
     gate_optimizer: str = 'adam' # adam or lamb; the paper gives none
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
-    l0_exact: bool = False # the L0 loss counts open gates; False: those with s' > 0, as in §3.2
+    l0_exact: bool = False # the L0 loss counts open gates, not those with s' > 0 as the paper's
     final_norm: bool = True # layer norm behind the last layer
     zero_memory: bool = False # a text begins with a memory of zeros; False: with none
     pos_dropout: float = 0. # on position vectors
