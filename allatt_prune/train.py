@@ -151,15 +151,15 @@ def lr_at(
     done = (step - r.warmup) / (r.cosine_steps or max(1, r.steps - 1 - r.warmup))
     return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * min(1, done))) / 2
 
-# %% ../nbs/06_train.ipynb #03519ec0
+# %% ../nbs/06_train.ipynb #61921570
 def make_optimizers(
     model: LM,
     gates: HeadGates|None,
     r: Recipe # names the optimiser and the rates
 ) -> list[torch.optim.Optimizer]: # the model's, then the gates' if there are any
-    "LAMB or AdamW for the model; Adam, which without decay is AdamW, or LAMB for the gates."
+    "LAMB or AdamW for the model, Adam or LAMB for the gates."
     def make(name, params, lr):
-        if name != 'lamb': return torch.optim.AdamW(params, lr=lr, betas=(.9, .99), weight_decay=0.)
+        if name != 'lamb': return dict(adam=torch.optim.Adam, adamw=torch.optim.AdamW)[name](params, lr=lr, betas=(.9, .99), weight_decay=0.)
         from pytorch_optimizer import Lamb
         return Lamb(params, lr=lr, weight_decay=0.)
     opts = [make(r.optimizer, model.parameters(), r.lr)]
