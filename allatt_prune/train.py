@@ -152,18 +152,30 @@ def lr_at(
     return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * min(1, done))) / 2
 
 # %% ../nbs/06_train.ipynb #61921570
+def _lamb(params, lr):
+    from pytorch_optimizer import Lamb                         # here, because a second goes into it
+    return Lamb(params, lr=lr, weight_decay=0., adam_debias=True) # else its steps are divided by 1 - 0.9^t, which the paper's LAMB is not
+
+class _ByLayer: # LAMB for gates: each layer's row is a tensor with a norm of its own
+    def __init__(self, gates, lr):
+        self.whole, self.rows = gates, [nn.Parameter(row) for row in gates.detach()]   # they share their memory
+        self.opt = _lamb(self.rows, lr)
+        self.state_dict, self.load_state_dict = self.opt.state_dict, self.opt.load_state_dict
+    def zero_grad(self): self.whole.grad = None
+    def step(self):
+        for i, row in enumerate(self.rows): row.grad = None if self.whole.grad is None else self.whole.grad[i]
+        self.opt.step()
+
 def make_optimizers(
     model: LM,
     gates: HeadGates|None,
     r: Recipe # names the optimiser and the rates
-) -> list[torch.optim.Optimizer]: # the model's, then the gates' if there are any
+) -> list: # the model's, then the gates' if there are any
     "LAMB or AdamW for the model, Adam or LAMB for the gates."
-    def make(name, params, lr):
-        if name != 'lamb': return dict(adam=torch.optim.Adam, adamw=torch.optim.AdamW)[name](params, lr=lr, betas=(.9, .99), weight_decay=0.)
-        from pytorch_optimizer import Lamb
-        return Lamb(params, lr=lr, weight_decay=0.)
-    opts = [make(r.optimizer, model.parameters(), r.lr)]
-    return opts if gates is None else opts + [make(r.gate_optimizer, gates.parameters(), r.gate_lr)]
+    def adam(kind, params, lr): return kind(params, lr=lr, betas=(.9, .99), weight_decay=0.)
+    opts = [_lamb(model.parameters(), r.lr) if r.optimizer == 'lamb' else adam(torch.optim.AdamW, model.parameters(), r.lr)]
+    if gates is None: return opts
+    return opts + [_ByLayer(gates.log_alpha, r.gate_lr) if r.gate_optimizer == 'lamb' else adam(torch.optim.Adam, gates.parameters(), r.gate_lr)]
 
 # %% ../nbs/06_train.ipynb #265d017d
 class Score(float):
