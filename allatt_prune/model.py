@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['need', 'memory', 'LMConfig', 'Cached', 'AllAttention', 'FeedForward', 'Layer', 'bands', 'TiedSoftmax', 'LM',
-           'with_memory', 'start_cache', 'infer', 'generate']
+           'count_params', 'with_memory', 'start_cache', 'infer', 'generate']
 
 # %% ../nbs/03_model.ipynb #c748fd60
 import os
@@ -48,6 +48,7 @@ class LMConfig:
         self.cutoffs = list(self.cutoffs or ())
         for f, x in vars(self).items():
             if f in ('vocab', 'n_layer', 'd_model', 'n_head', 'seg_len'): need(x >= 1, f, x, 'too small', 'give 1 or more')
+            if f == 'n_layer': need(x <= 1000, f, x, 'more layers than anyone has trained', 'give 1000 or fewer')
             if f in ('n_persistent', 'd_ff', 'mem_len'): need(x >= 0, f, x, 'negative', 'give 0 or more')
             if f in ('dropout', 'attn_dropout', 'pos_dropout'): need(0 <= x < 1, f, x, 'not a probability below 1', 'give 0 <= p < 1')
         c, h, heads = self.d_model, self.n_head, self.heads
@@ -69,12 +70,11 @@ class LMConfig:
         "Keys that a query sees."
         return self.mem_len or self.seg_len
     def fits(self):
-        "ValueError, before anything is allocated, if not even the largest matrices fit into this machine's memory."
-        c, full = self.d_model, self.n_layer if self.heads is None else sum(self.heads) / self.n_head
-        least = 4 * c * (full * (5*c + 2*self.n_persistent) + 2*self.n_layer*self.d_ff + min([self.vocab, *self.cutoffs]) + self.window)
+        "ValueError, before anything is allocated, if the weights do not fit into this machine's memory."
+        size, here = 4 * count_params(self)['total'], memory()
         usual = dict(n_layer=16, d_model=512, n_persistent=2048, d_ff=2048, seg_len=512, mem_len=512, vocab=270_000)
         worst = max(usual, key=lambda f: getattr(self, f) / usual[f])                    # the field to blame
-        need(least <= (here := memory()), worst, getattr(self, worst), f'the weights take {least/1e9:,.0f} GB and {here/1e9:,.0f} are here', 'give less')
+        need(size <= here, worst, getattr(self, worst), f'the weights take {size/1e9:,.0f} GB and {here/1e9:,.0f} are here', 'give less')
 
 # %% ../nbs/03_model.ipynb #5d642797
 class Cached(NamedTuple):
@@ -258,6 +258,21 @@ class LM(nn.Module):
         if z is not None:
             need(self.cfg.heads is None, 'z', tuple(z.shape), f'heads were removed ({self.cfg.heads})', 'give z to the whole model')
             need(z.shape == (l, h), 'z', tuple(z.shape), f'not (n_layer, n_head) = {(l, h)}', 'give one number per head')
+
+# %% ../nbs/03_model.ipynb #c76b11b1
+def count_params(
+    cfg: LMConfig|LM # a configuration, or a model for its configuration
+) -> dict[str, int]: # blocks, embedding (shared with the softmax), softmax (what is not), positions, total
+    "Parameters by arithmetic; nothing is allocated."
+    cfg = getattr(cfg, 'cfg', cfg)
+    c, d, n, f = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff
+    attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
+    layers = attention + cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
+    words, k = bands(cfg.vocab, cfg.d_model, cfg.cutoffs), len(cfg.cutoffs)
+    projections = [c*width for _, width in words] if k else []
+    parts = dict(blocks=layers + 2*c*cfg.final_norm, embedding=sum(n*width for n, width in words) + sum(projections),
+                 softmax=cfg.vocab + (c*c + k*(c + 1) if k else 0), positions=cfg.window*c)
+    return dict(parts, total=sum(parts.values()))
 
 # %% ../nbs/03_model.ipynb #2890fd26
 def with_memory(

@@ -6,6 +6,7 @@
 __all__ = ['slice_heads', 'remove_heads']
 
 # %% ../nbs/07_remove.ipynb #bc527aee
+import copy, warnings
 import torch
 from dataclasses import replace
 from einops import rearrange
@@ -32,15 +33,20 @@ def slice_heads(
 @torch.no_grad()
 def remove_heads(
     model: LM, # a model with all of its heads
-    keep, # (l h), heads that stay: True or non-zero
-    z: Tensor|None = None # (l h) multipliers to fold in; None: the output scale s_g of the kept heads
+    keep, # gates; or (l h), heads that stay: True or non-zero
+    z: Tensor|None = None # (l h) multipliers to fold in; None: those of the gates, or the output scale s_g of the kept heads
 ) -> LM: # a new model; the old one is left as it is
-    "Delete closed heads. The result computes what `model` computes with gates `z`. Paper, §3.2."
-    cfg, keep = model.cfg, torch.as_tensor(keep, device=model.pos.device).bool()
+    "Delete closed heads. The result computes what `model` computes with these gates. Paper, §3.2."
+    cfg = model.cfg
+    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze()() if z is None else z
+    keep = torch.as_tensor(keep, device=model.pos.device).bool()
     need(cfg.heads is None, 'heads', cfg.heads, 'heads were removed before', 'remove them from the whole model')
     shape, want = tuple(keep.shape), (cfg.n_layer, cfg.n_head)
     need(shape == want, 'keep', shape, f'not (n_layer, n_head) = {want}', 'give one flag per head')
-    z = (keep * output_scale(keep.to(model.pos.dtype)) if z is None else torch.as_tensor(z)).to(model.pos)
+    if z is None:
+        z = keep * output_scale(keep.to(model.pos.dtype))
+        if (z > 1).any(): warnings.warn('z=None: what is left is scaled by s_g, which is wrong for gates trained without it; give the gates, or z', stacklevel=3)
+    z = torch.as_tensor(z).to(model.pos)
     need(tuple(z.shape) == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
     need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
     small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.pos)

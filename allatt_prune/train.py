@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'Recipe', 'get_recipe', 'same_recipe', 'lr_at', 'make_optimizers', 'Score', 'processes', 'over_all',
-           'evaluate', 'Stopped', 'Signals', 'read_metrics', 'text_id', 'train']
+           'evaluate', 'Stopped', 'Signals', 'read_metrics', 'mend_metrics', 'text_id', 'train']
 
 # %% ../nbs/06_train.ipynb #82583275
 import difflib, hashlib, json, math, os, re, signal, threading, time, warnings, zlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 import numpy as np, torch, torch.distributed as dist, torch.nn.functional as F
 from einops import rearrange
@@ -272,43 +272,61 @@ class Signals:
         if self.came and kind is None: raise Stopped(self.came)                    # came too late for the loop, but is not lost
 
 # %% ../nbs/06_train.ipynb #baa712ca
-def _lines(file): # of a file of records, with the record of each; half a line at the end, which a kill may leave, is none
-    try: text = file.read_text(encoding='utf-8') if file.exists() else ''
-    except (OSError, UnicodeDecodeError) as e: raise OSError(f'metrics={file}: {getattr(e, "strerror", None) or e}; check the file') from e
-    found = []
-    for n, line in enumerate(text[:text.rfind('\n') + 1].splitlines(keepends=True), 1):
-        try: r = json.loads(line); r['step'] + 0, r['phase'] + ''; found.append((line, r))
-        except (ValueError, TypeError, KeyError, RecursionError) as e: raise OSError(f'metrics={file}: line {n} is damaged; delete it') from e
-    return found
+def _line(record): # of a file of records; the checksum is that of all before it
+    text = json.dumps(record)[:-1]
+    return f'{text}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+def _read_line(line): # the record; None if it is damaged
+    m = re.fullmatch(r'(.*), "crc": "([0-9a-f]{8})"}', line)
+    return json.loads(m[1] + '}') if m and f'{zlib.crc32(m[1].encode()):08x}' == m[2] else None
+
+def _lines(file): # the record of each line, None for a damaged one; half a line at the end, which a kill may leave, is none
+    try: text = file.read_bytes().decode(errors='replace') if file.exists() else ''
+    except OSError as e: raise OSError(f'metrics={file}: {e.strerror}; check the file') from e
+    return [_read_line(line) for line in text[:text.rfind('\n') + 1].split('\n')[:-1]]
 
 def read_metrics(
     run_dir: str|Path # of a training
 ) -> list[dict]: # records; tokens_per_s where it was measured
     "What a training wrote down, metrics.jsonl and speed.jsonl, in order. OSError if a line is damaged."
-    records, speeds = ([r for _, r in _lines(Path(run_dir)/f)] for f in ('metrics.jsonl', 'speed.jsonl'))
+    records, speeds = (_lines(Path(run_dir)/f) for f in ('metrics.jsonl', 'speed.jsonl'))
+    for name, found in dict(metrics=records, speed=speeds).items():
+        if None in found: raise OSError(f'metrics={run_dir}/{name}.jsonl: line {found.index(None) + 1} is damaged; resume the run, which mends it, or take another copy')
     speed = {(r['phase'], r['step']): r for r in speeds}
     return [r | speed.get((r['phase'], r['step']), {}) for r in records]
 
-def _append(run_dir, record):
-    speed = {k: record[k] for k in ('phase', 'step', 'tokens_per_s')}
-    for name, rec in dict(metrics={k: v for k, v in record.items() if k != 'tokens_per_s'}, speed=speed).items():
-        file, line = Path(run_dir)/f'{name}.jsonl', json.dumps(rec) + '\n'
+def _append(run_dir, record, speed):
+    for name, rec in dict(metrics=record, speed={k: record[k] for k in ('phase', 'step')} | dict(tokens_per_s=speed)).items():
+        file, line = Path(run_dir)/f'{name}.jsonl', _line(rec).encode()
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
-            with open(file, 'a', encoding='utf-8') as f:
+            with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, 'O_NOFOLLOW', 0), 0o666), 'ab') as f:
                 f.write(line)
                 f.flush()
                 os.fsync(f.fileno())
-        except OSError as e: raise OSError(f'metrics={file}: {e.strerror}, writing {len(line):,} bytes; make room or choose another run_dir') from e
+        except OSError as e:
+            fix = 'put a file there' if file.is_symlink() else 'make room or choose another run_dir'
+            raise OSError(f'metrics={file}: {e.strerror}, writing {len(line):,} bytes; {fix}') from e
 
-def _rewind(run_dir, phase, step): # forget what was written after the checkpoint: it will be written again
-    for file in (Path(run_dir)/'metrics.jsonl', Path(run_dir)/'speed.jsonl'):
-        if not file.exists(): continue
-        kept = [line for line, r in _lines(file) if r['phase'] != phase or r['step'] < step]
-        if (data := ''.join(kept).encode()) == file.read_bytes(): continue
-        tmp = file.with_suffix('.new')
-        checkpoint.write_file(tmp, data)
-        os.replace(tmp, file)
+def _rewrite(run_dir, history): # the records as a checkpoint has them; what came after will be written again
+    keys = {(r['phase'], r['step']) for r in history}
+    speeds = [r for r in _lines(run_dir/'speed.jsonl') if r and (r['phase'], r['step']) in keys]
+    for name, records in dict(metrics=history, speed=speeds).items():
+        file, data = run_dir/f'{name}.jsonl', ''.join(map(_line, records)).encode()
+        there = file.read_bytes() if file.exists() else b''
+        if name == 'metrics' and not there.startswith(data): warnings.warn(f'metrics={file}: lines were damaged or lost; written again from a checkpoint', stacklevel=4)
+        if there != data: checkpoint.write_file(file, data)
+
+def mend_metrics(
+    run_dir: str|Path # of a training that nobody works at
+):
+    "Write metrics.jsonl and speed.jsonl again where lines are damaged or lost, from the checkpoints, which know the records before them."
+    run_dir = Path(run_dir)
+    history = max(checkpoint.each(run_dir/'checkpoints', 'records.json'), key=len, default=[])
+    known = {(r['phase'], r['step']) for r in history}
+    found = _lines(run_dir/'metrics.jsonl')
+    if found[:len(history)] == history and None not in [*found, *_lines(run_dir/'speed.jsonl')]: return
+    _rewrite(run_dir, history + [r for r in found if r and (r['phase'], r['step']) not in known])
 
 def _record(phase, step, nll, norm, lam, opt, gates, **more):
     rec = dict(phase=phase, step=step, loss=round(nll, 6), lr=opt.param_groups[0]['lr'], grad_norm=round(norm, 5), **more)
@@ -363,7 +381,7 @@ class _State: # a training between two steps
     best: float|None = None # lowest validation loss so far
     saved: int|None = None # step of the last checkpoint
     start: int = 0 # segment of the streams at step 0
-    written: int = 0 # records
+    history: list = field(default_factory=list) # records so far, of all phases
 
     def __post_init__(self): self.text = text_id(self.corpus)
     def mine(self, x, dim=0): # the share of this process in what belongs to all streams
@@ -372,7 +390,10 @@ class _State: # a training between two steps
     def modules(self): return dict(model=self.model) if self.gates is None else dict(model=self.model, gates=self.gates)
 
 # %% ../nbs/06_train.ipynb #b5b82138
-def _circumstances(): return dict(threads=torch.get_num_threads(), processes=processes()[1]) # on which the last bits depend
+def _circumstances(): return dict(threads=torch.get_num_threads(), processes=processes()[1]) # on which the bits depend
+
+_WHY = dict(threads='each sums up a part, so sums are rounded in another order and the last bits differ',
+            processes='each has its own dropout and a part of the sums, so from here on the numbers are others, though the training is the same')
 
 def _save(s, run_dir):
     if s.saved == s.step: return
@@ -386,8 +407,8 @@ def _save(s, run_dir):
         for k, x in tensors.items():
             if torch.is_tensor(x) and not x.isfinite().all():
                 raise FloatingPointError(f'{k}={x.abs().max().item()}: {name} diverged in {s.phase} before step {s.step}; give a smaller learning rate or lam')
-    config = dict(phase=s.phase, step=s.step, best=s.best, start=s.start, written=s.written, recipe=asdict(s.recipe), text=s.text, **_circumstances())
-    if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', s.phase, s.step, config, **parts)
+    config = dict(phase=s.phase, step=s.step, best=s.best, start=s.start, recipe=asdict(s.recipe), text=s.text, **_circumstances())
+    if rank == 0: checkpoint.save_step(Path(run_dir)/'checkpoints', s.phase, s.step, config, **parts, records=s.history)
     if world > 1: dist.barrier()
     s.saved = s.step
 
@@ -397,8 +418,8 @@ def _restore(s, run_dir): # nothing happens if there is no checkpoint of this ph
     if found is None: return
     (config, parts), path = found, f'{run_dir}/checkpoints/{s.phase}'
     try:
-        was, text, start, step, s.best, s.written = Recipe(**config['recipe']), *(config[k] for k in ('text', 'start', 'step', 'best', 'written'))
-        good = type(step) is int and 0 <= step <= was.steps and config['phase'] == s.phase and isinstance(s.best, float|None)
+        was, text, start, step, s.best, s.history = Recipe(**config['recipe']), *(config[k] for k in ('text', 'start', 'step', 'best')), parts['records']
+        good = type(step) is int and 0 <= step <= was.steps and config['phase'] == s.phase and isinstance(s.best, float|None) and isinstance(s.history, list)
     except (KeyError, TypeError, ValueError) as e: raise OSError(f'checkpoint={path}: not a state of a training ({e!r}); give another run_dir') from e
     if not good: raise OSError(f'checkpoint={path}: not a state of {s.phase}; give another run_dir')
     same_recipe(was, s.recipe, path)
@@ -413,7 +434,7 @@ def _restore(s, run_dir): # nothing happens if there is no checkpoint of this ph
     if s.gates is not None and s.gates.frozen: s.gates.freeze()
     s.step = step
     for k, now in _circumstances().items():
-        if processes()[0] == 0 and config.get(k) != now: warnings.warn(f'{k}={now}: {path} was made with {config.get(k)}, so the last bits may differ; give the same to have the same', stacklevel=4)
+        if processes()[0] == 0 and config.get(k) != now: warnings.warn(f'{k}={now}: {path} was made with {config.get(k)}, and {_WHY[k]}; give the same to have the same', stacklevel=4)
     s.saved = s.step
 
 # %% ../nbs/06_train.ipynb #c945a00d
@@ -477,12 +498,16 @@ def _begin(s, run_dir, resume): # the records so far
         return []
     if resume: _restore(s, run_dir)
     if processes()[0]: return []
-    if resume: _rewind(run_dir, s.phase, s.step)
-    records = [r for r in read_metrics(run_dir) if r['phase'] == s.phase]
-    if not resume and (records or [*Path(run_dir).glob(f'checkpoints/{s.phase}-*')]):
-        raise FileExistsError(f'run_dir={run_dir}: holds a training called {s.phase}; give resume=True, or another one')
-    if len(records) != s.written: warnings.warn(f"metrics={Path(run_dir)/'metrics.jsonl'}: {len(records)} records of {s.phase}, but {s.written} were written; the others are lost", stacklevel=3)
-    return records
+    if not resume:
+        s.history = [{k: x for k, x in r.items() if k != 'tokens_per_s'} for r in read_metrics(run_dir)]
+        if [*Path(run_dir).glob(f'checkpoints/{s.phase}-*')] or any(r['phase'] == s.phase for r in s.history):
+            raise FileExistsError(f'run_dir={run_dir}: holds a training called {s.phase}; give resume=True, or another one')
+    elif s.saved is None: # of this phase there is nothing yet, or nothing that was saved
+        mend_metrics(run_dir)
+        s.history = [r for r in _lines(run_dir/'metrics.jsonl') if r['phase'] != s.phase]
+    if resume: _rewrite(run_dir, s.history)
+    speed = {(r['phase'], r['step']): r for r in _lines(run_dir/'speed.jsonl')}
+    return [r | speed.get((r['phase'], r['step']), {}) for r in s.history if r['phase'] == s.phase]
 
 def _warn_of(lam, most): # most: what a symbol costs a model that knows nothing
     if lam == 0: warnings.warn('lam=0: open heads cost nothing, so none need close; give more', stacklevel=3)
@@ -510,7 +535,7 @@ def train(
     s = _State(phase, r, corpus, model, gates, make_optimizers(model, gates, r), start=start)
     records = _begin(s, run_dir, resume)
     board = _board(run_dir, phase, s.step) if run_dir is not None and rank == 0 else None
-    together, since, first = _together(model, gates), time.time(), s.step
+    together, since, first = _together(model, gates), time.monotonic(), s.step
     model.train()
     if gates is not None: gates.train()
     with Signals() as signals:
@@ -520,11 +545,12 @@ def train(
                 more = _validate(s, signals) if r.valid_every and step and step % r.valid_every == 0 and len(corpus.valid) > 1 else {}
                 nll, norm, lam, stop = _step(s, together, streams, (start + step) % len(streams), signals)
                 if step % r.log_every == 0 or s.step == r.steps or more:
-                    speed = round(r.batch * model.cfg.seg_len * (s.step - first) / (time.time() - since))
-                    records.append(_record(phase, step, nll, norm, lam, s.opts[0], gates, **more) | dict(tokens_per_s=speed))
-                    bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(records[-1]['open']))))
-                    s.written += 1
-                    if run_dir is not None and rank == 0: _append(run_dir, records[-1])
+                    record = _record(phase, step, nll, norm, lam, s.opts[0], gates, **more)
+                    speed = round(r.batch * model.cfg.seg_len * (s.step - first) / max(time.monotonic() - since, 1e-9))
+                    s.history.append(record)
+                    records.append(record | dict(tokens_per_s=speed))
+                    bar.set_postfix(loss=f'{nll:.3f}', **({} if gates is None else dict(open_heads=sum(record['open']))))
+                    if run_dir is not None and rank == 0: _append(run_dir, record, speed)
                     if board: _show(board, records[-1])
                 if stop: raise Stopped(signals.came or signal.SIGTERM)                  # on all processes, though it came to one
                 if run_dir is not None and r.save_every and s.step % r.save_every == 0: _save(s, run_dir)

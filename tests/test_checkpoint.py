@@ -1,0 +1,100 @@
+"What a folder of checkpoints must survive: strangers' files in it, links, damage, other permissions, forged settings."
+import json, os, shutil
+from pathlib import Path
+import pytest, torch
+from allatt_prune import checkpoint
+from allatt_prune.checkpoint import copy, load, newest, save, save_step, verify, write_file
+from allatt_prune.model import LM, LMConfig
+
+def state(folder): return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}
+
+def steps(folder, *numbers, phase='gated'):
+    for n in numbers: save_step(folder, phase, n, dict(step=n), model=dict(x=torch.full((9,), float(n))))
+
+def test_only_what_we_wrote_is_deleted(tmp_path):
+    here, outside = tmp_path/'checkpoints', tmp_path/'outside'
+    steps(here, 100)
+    steps(outside, 7)
+    (here/'photos-2024').mkdir()
+    (here/'photos-2024'/'me.jpg').write_bytes(b'precious')
+    (outside/'letter').write_text('precious')
+    (here/'letters-1999').symlink_to(outside)                              # a name like ours, and a link
+    (here/'gated-00000007').symlink_to(outside/'gated-00000007')           # even a checkpoint of ours, but a link
+    shutil.copytree(here/'gated-00000100', here/'backup-00000100')         # a copy under another name
+    (here/'.notes.tmp-0a1b2c3d').mkdir()
+    (here/'.notes.tmp-0a1b2c3d'/'mine').write_text('precious')             # a name like that of what a killed writer leaves
+    (here/'.link.tmp-0a1b2c3d').symlink_to(outside)
+    before, theirs = state(outside), {k: v for k, v in state(here).items() if not k.startswith('gated-00000100')}
+    steps(here, 200, 300, 400)
+    steps(here, 0, 100, 200, phase='later')
+    assert state(outside) == before
+    after = state(here)
+    assert {k: after.get(k) for k in theirs} == theirs
+    assert sorted({k.split('/')[0] for k in after} - {k.split('/')[0] for k in theirs}) == ['later-00000100', 'later-00000200']
+    assert newest(here, "gated") is None
+
+def test_a_file_that_was_put_into_a_checkpoint_keeps_it(tmp_path):
+    steps(tmp_path, 100)
+    (tmp_path/'gated-00000100'/'notes.txt').write_text('precious')
+    before = state(tmp_path)
+    steps(tmp_path, 200, 300, 400)
+    assert before.items() <= state(tmp_path).items()
+
+def test_what_is_damaged_is_set_aside_and_not_deleted(tmp_path):
+    steps(tmp_path, 100, 200)
+    (tmp_path/'gated-00000200'/'manifest.json').write_bytes(b'rubbish')    # is it ours? nobody can tell
+    with pytest.warns(UserWarning, match='going back'): assert newest(tmp_path, 'gated')[0]['step'] == 100
+    steps(tmp_path, 200)
+    verify(tmp_path/'gated-00000200')
+    aside, = tmp_path.glob('gated-00000200.damaged-*')
+    assert (aside/'manifest.json').read_bytes() == b'rubbish'
+    steps(tmp_path, 300, 400)
+    assert aside.exists()
+
+def test_linked_checkpoints_are_refused(tmp_path):
+    (tmp_path/'elsewhere').mkdir()
+    (tmp_path/'checkpoints').symlink_to(tmp_path/'elsewhere')
+    for job in (lambda: steps(tmp_path/'checkpoints', 1), lambda: newest(tmp_path/'checkpoints', 'gated')):
+        with pytest.raises(OSError, match='checkpoints: a link; put a folder there'): job()
+    assert not list((tmp_path/'elsewhere').iterdir())
+
+def test_no_file_is_written_through_a_link(tmp_path):
+    (tmp_path/'precious').write_text('precious')
+    for name, target in (('report.md', 'precious'), ('dangling.md', 'nowhere')):
+        (tmp_path/name).symlink_to(tmp_path/target)
+        write_file(tmp_path/name, b'new')
+        assert not (tmp_path/name).is_symlink() and (tmp_path/name).read_bytes() == b'new'
+    assert (tmp_path/'precious').read_text() == 'precious' and not (tmp_path/'nowhere').exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['dangling.md', 'precious', 'report.md']
+    (tmp_path/'folder').mkdir()
+    with pytest.raises(OSError): write_file(tmp_path/'folder', b'new')
+    assert len(list(tmp_path.iterdir())) == 4                              # and no temporary file is left
+
+@pytest.mark.parametrize('mask', (0o022, 0o077, 0o002))
+def test_umask_is_respected(tmp_path, mask):
+    old = os.umask(mask)
+    try:
+        save(tmp_path/'model', dict(a=1), model=dict(x=torch.ones(2)))
+        copy(tmp_path/'model', tmp_path/'copy')
+        write_file(tmp_path/'file', b'x')
+    finally: os.umask(old)
+    for p in tmp_path.rglob('*'): assert p.stat().st_mode & 0o777 == (0o777 if p.is_dir() else 0o666) & ~mask, p
+
+def test_a_copy_is_what_the_manifest_names(tmp_path):
+    save(tmp_path/'model', dict(a=1), model=dict(x=torch.ones(2)))
+    (tmp_path/'model'/'huge').symlink_to('/dev/zero')                      # whoever follows it never ends
+    (tmp_path/'model'/'notes.txt').write_text('mine')
+    copy(tmp_path/'model', tmp_path/'copy')
+    assert sorted(p.name for p in (tmp_path/'copy').iterdir()) == ['config.json', 'manifest.json', 'model.safetensors']
+    assert torch.equal(load(tmp_path/'copy')[1]['model']['x'], torch.ones(2))
+    (tmp_path/'model'/'model.safetensors').write_bytes(b'rubbish')
+    with pytest.raises(OSError, match='checkpoint=.*model: model.safetensors is damaged'): copy(tmp_path/'model', tmp_path/'other')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'model']
+
+def test_a_forged_configuration_allocates_nothing(tmp_path, monkeypatch):
+    cfg = dict(vocab=27, n_layer=2, d_model=32, n_head=4, n_persistent=8, seg_len=8, mem_len=8)
+    weights = LM(LMConfig(**cfg)).state_dict()
+    monkeypatch.setattr(torch.nn.Module, 'to_empty', pytest.fail)           # the step at which memory is taken
+    for i, change in enumerate((dict(vocab=10**8), dict(n_persistent=10**6), dict(n_layer=10**6), dict(n_layer=1000), dict(d_ff=10**7))):
+        save(tmp_path/f'{i}', cfg | change, model=weights)
+        with pytest.raises(OSError, match=f'checkpoint=.*{i}: '): LM.from_pretrained(tmp_path/f'{i}')
