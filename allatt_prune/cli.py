@@ -230,7 +230,9 @@ def _long_enough(text, r): # to train on, to fill a memory before timing, and to
 # %% ../nbs/11_cli.ipynb #4e3b8da7
 def _stored(run_dir, name): # a JSON file of a run
     try: return json.loads(checkpoint.read(run_dir, name, 'run_dir'))
-    except FileNotFoundError as e: raise FileNotFoundError(f'run_dir={run_dir}: no {name} there, so no run to resume; leave out --resume, or give the folder of one') from e
+    except FileNotFoundError as e:
+        missing = 'manifest.json' if (Path(run_dir)/name).exists() else name
+        raise FileNotFoundError(f'run_dir={run_dir}: no {missing} there, so no run to resume; leave out --resume, or give the folder of one') from e
     except (ValueError, RecursionError) as e: raise OSError(f'run_dir={run_dir}: {name} is damaged ({e}); take another copy') from e
 
 def stored_recipe(

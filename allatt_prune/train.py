@@ -500,7 +500,7 @@ def _begin(s, run_dir, resume): # the records so far
     if processes()[0]: return []
     if not resume:
         s.history = [{k: x for k, x in r.items() if k != 'tokens_per_s'} for r in read_metrics(run_dir)]
-        if [*Path(run_dir).glob(f'checkpoints/{s.phase}-*')] or any(r['phase'] == s.phase for r in s.history):
+        if checkpoint.saved_steps(run_dir/'checkpoints', s.phase) or any(r['phase'] == s.phase for r in s.history):
             raise FileExistsError(f'run_dir={run_dir}: holds a training called {s.phase}; give resume=True, or another one')
     elif s.saved is None: # of this phase there is nothing yet, or nothing that was saved
         mend_metrics(run_dir)

@@ -1,5 +1,5 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
-import json, math, os, pickle, re, shutil, signal, subprocess, sys, time
+import errno, json, math, os, pickle, re, shutil, signal, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -125,16 +125,22 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*SCORE, 'gates-nan'], 1, 'log_alpha is not finite'), # gates
     ([*SCORE, 'gates-long'], 1, 'log_alpha is (3, 4) there and (2, 4) in the model'),
     (['time', '--kept', '8,3', '--no-train'], 2, 'kept='),
+    ([*OWN, '--run-dir', ''], 2, 'run_dir=: no name'), # names
+    ([*OWN, '--run-dir', 'own.txt/x'], 1, 'run_dir=own.txt/x: a file is in the way; choose another folder'),
+    ([*OWN, '--run-dir', '\x1b[31mred', '--device', '\x1b[2Jabacus'], 2, 'device=\\x1b[2Jabacus'),
+    ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
+    ([*OWN, '--cutoffs', ','.join(map(str, range(5000, 0, -1)))], 2, 'not increasing whole numbers; give some, or none'),
+    (['time', '--no-train', '--kept', ','.join('8' * 4000)], 2, 'give one per layer'),
     (['prune'], 2, 'model='), # prune, resume
     (['prune', 'taken'], 1, 'checkpoint=taken'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
     ([*OWN, '--run-dir', 'x' * 300], 1, 'File name too long'),
-    ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a b: '),
+    ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a\\nb: '),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
     ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no recipe.json there, so no run to resume'),
-    ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: recipe.json is damaged'),
+    ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: no manifest.json there, so no run to resume'),
 ]
-name_of = lambda case: ' '.join(a for a in case[0] if a not in TOY) or 'nothing'
+name_of = lambda case: ascii(' '.join(a[:40] for a in case[0] if a not in TOY)) or 'nothing'
 
 @pytest.fixture(scope='session')
 def outcomes(tmp_path_factory, cache): # a process for each, two at a time, each with a folder of its own
@@ -155,7 +161,7 @@ def test_refused_in_one_line_and_nothing_written(outcomes, i):
     lines = done.stderr.strip().splitlines()
     assert done.returncode == status, done.stderr
     assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], done.stderr
-    assert done.stdout == '' and not changed
+    assert done.stdout == '' and not changed and len(lines[0]) < 700 and lines[0].isprintable()
 
 def test_the_bomb_is_one(tmp_path): # or its silence above would mean nothing
     subprocess.run([sys.executable, '-c', f'import pickle; pickle.loads({pickle.dumps(Bomb())!r})'], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(Path(__file__).parent)))
@@ -177,6 +183,46 @@ def test_paths_with_spaces_and_dashes(folder):
     shutil.copy(folder/'own.txt', folder/'mein größter text.txt')
     done = command(*RUN, '--corpus', 'mein größter text.txt', '--run-dir=-x y/ü', '--device', 'cpu', cwd=folder)
     assert done.returncode == 0 and 'report: -x y/ü/report.md' in done.stdout, done.stderr
+
+def test_names_that_are_no_text_and_terminals_that_know_no_signs(folder):
+    name = os.fsdecode(b'caf\xe9 \x1b[31m.txt')                                       # Latin-1, and a colour
+    shutil.copy(folder/'own.txt', folder/name)
+    for i, how in enumerate((dict(PYTHONIOENCODING='ascii', PYTHONUTF8='0', LC_ALL='C'), dict(PYTHONIOENCODING='utf-8'))):
+        done = subprocess.run([sys.executable, '-m', 'allatt_prune', *RUN, '--corpus', name, '--run-dir', f'{i}\x1b[31m'], cwd=folder, capture_output=True, timeout=300, env=os.environ | how)
+        assert done.returncode == 0, done.stderr
+        assert b'\x1b' not in done.stdout + done.stderr and f'report: {i}\\x1b[31m/report.md'.encode() in done.stdout
+        assert ('?' if i == 0 else '±') in done.stdout.decode('ascii' if i == 0 else 'utf-8')
+        report = (folder/f'{i}\x1b[31m'/'report.md').read_text(encoding='utf-8')
+        assert '\x1b' not in report and 'caf\\udce9' in report
+    helps = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--help'], capture_output=True, timeout=300, env=os.environ | dict(PYTHONIOENCODING='ascii', PYTHONUTF8='0', LC_ALL='C'))
+    assert helps.returncode == 0 and b'?' in helps.stdout                             # the sign for a section
+
+def test_a_full_disk_without_a_name(monkeypatch, capsys):
+    def full(*args, **how): raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr('allatt_prune.cli.load_corpus', full)
+    with pytest.raises(SystemExit) as end: main(['download', 'pydocs'])
+    assert (end.value.code, capsys.readouterr().err) == (1, 'allatt-prune: error: system=ENOSPC: No space left on device; make room\n')
+
+def test_ctrl_c_while_libraries_are_loaded(folder):
+    (folder/'shim').mkdir()
+    (folder/'shim'/'safetensors.py').write_text('import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n')
+    for args in ([sys.executable, '-m', 'allatt_prune'], [sys.executable, shutil.which('allatt-prune')]):
+        done = subprocess.run([*args, 'download', 'own.txt'], cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ | dict(PYTHONPATH=f"{folder/'shim'}:{os.environ.get('PYTHONPATH', '')}"))
+        assert (done.returncode, done.stdout, done.stderr) == (130, '', 'allatt-prune: stopped by SIGINT\n')
+    done = subprocess.run([sys.executable, '-c', 'import allatt_prune'], cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ | dict(PYTHONPATH=f"{folder/'shim'}:{os.environ.get('PYTHONPATH', '')}"))
+    assert 'KeyboardInterrupt' in done.stderr                                          # in somebody's program it is hers
+
+def test_what_prune_copies(folder):
+    (folder/'good'/'endless').symlink_to('/dev/zero')
+    (folder/'good'/'notes.txt').write_text('mine')
+    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'p', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(f.name for f in (folder/'p'/'baseline').iterdir()) == sorted(f.name for f in (folder/'good').iterdir() if f.name not in ('endless', 'notes.txt'))
+
+def test_a_planted_link_is_no_file_to_write(folder):
+    (folder/'t.json').symlink_to(folder/'nowhere')
+    done = command('time', '--no-train', '--corpus', 'own.txt', '--json', 't.json', cwd=folder)
+    assert done.returncode == 1 and 'json=t.json: exists' in done.stderr and not (folder/'nowhere').exists()
 
 def test_debug_shows_the_traceback(folder):
     done = command('run', '--recipe', 'huge', '--debug', cwd=folder)
