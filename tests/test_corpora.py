@@ -9,7 +9,6 @@ from allatt_prune import checkpoint, data
 from allatt_prune.cli import main
 from allatt_prune.data import blocks, load_corpus
 
-SHARED = Path(__file__).parents[2]/'shared'/'data' # real corpora, where there are any
 SPLITS = 'train', 'valid', 'test'
 TEXTS = {s: ''.join(f' \n = {s} {i} = \n \n the <unk> of {s} number {i} , and the rest . \n' for i in range(n)) for s, n in zip(SPLITS, (300, 30, 40))}
 TEXTS['train'] += 'valid test\n' # all letters
@@ -480,30 +479,3 @@ def test_any_text_cut_anywhere(tmp_path_factory, train, valid, test, size):
         assert chars.decode(getattr(chars, s)) == ''.join(c if c in texts['train'] else '\ufffd' for c in t)
         known = set(line(texts['train']))
         assert words.decode(getattr(words, s)).split() == [w if w in known else '<unk>' for w in line(t)]
-
-# the counts of the real corpora
-
-def real(name):
-    if not (SHARED/name).exists(): pytest.skip(f'{name} is not on this machine')
-    return SHARED/name
-
-def test_wikitext(home):
-    folder = real('wikitext-103')
-    for name, s in zip(SPLITS, ('valid', 'valid', 'test')): made(f'w/wiki.{name}.tokens.xz', (folder/f'wiki.{s}.tokens.xz').read_bytes())
-    corpus = load_corpus('w')
-    assert (len(corpus.valid), len(corpus.test)) == (217_646, 245_569)
-    words = obvious(lzma.open(folder/'wiki.valid.tokens.xz', 'rt', encoding='utf-8').read())
-    assert corpus.vocab == [w for w, _ in Counter(words).most_common()] and corpus.decode(corpus.valid[:2000]).split() == words[:2000]
-
-def test_books_word(home):
-    corpus = load_corpus(real('books-word'))
-    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [10_000_140, 249_913, 250_119]
-    assert corpus.train.dtype == np.uint16 and len(corpus.vocab) == 48_377
-
-def test_books8(home):
-    corpus = load_corpus(real('books8.xz'))
-    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [90_000_000, 5_000_000, 5_000_000] and len(corpus.vocab) == 27
-    table = np.frombuffer(''.join(corpus.vocab).encode(), np.uint8)
-    found = hashlib.sha256()
-    for part in (corpus.train, corpus.valid, corpus.test): found.update(table[part])
-    assert found.hexdigest() == '1017140fa9b98629a3214a7031eb77bbf713e2ff0dc2fcba5334d117fb7d5ff4'
