@@ -91,7 +91,8 @@ def blocks(
             for piece in chain(_unpacked(f, path, size), [b'']):
                 whole = rest + piece
                 cut = max(whole.rfind(b'\n'), whole.rfind(b' ')) + 1 if piece else len(whole)
-                if not cut and len(whole) > 4*size: cut = next((i for i in range(len(whole) - 1, 0, -1) if whole[i] & 0xc0 != 0x80), 0) # a character begins there
+                if not cut and len(whole) > 4*size:                              # one of the last 4 bytes begins a character
+                    cut = next((i for i in range(len(whole) - 4, len(whole)) if whole[i] & 0xc0 != 0x80), len(whole))
                 block, rest = whole[:cut], whole[cut:]
                 yield _checked(block, path, at).replace(b'\r\n', b'\n')
                 at += cut
