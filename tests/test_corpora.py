@@ -1,15 +1,16 @@
 "Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
-import gzip, hashlib, io, lzma, os, random, re, shutil, signal, stat, subprocess, sys, threading, time, zipfile
+import gzip, hashlib, io, json, lzma, os, random, re, select, shutil, signal, stat, subprocess, sys, threading, time, warnings, zipfile, zlib
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-import numpy as np, pytest
+import filelock, numpy as np, pytest
 from hypothesis import given, settings, strategies as st
 from allatt_prune import checkpoint, data
 from allatt_prune.cli import main
-from allatt_prune.data import blocks, load_corpus
+from allatt_prune.data import Corpus, DataError, blocks, load_corpus
+from allatt_prune.model import LM
+from allatt_prune.train import evaluate, get_recipe, train
 
-SHARED = Path(__file__).parents[2]/'shared'/'data' # real corpora, where there are any
 SPLITS = 'train', 'valid', 'test'
 TEXTS = {s: ''.join(f' \n = {s} {i} = \n \n the <unk> of {s} number {i} , and the rest . \n' for i in range(n)) for s, n in zip(SPLITS, (300, 30, 40))}
 TEXTS['train'] += 'valid test\n' # all letters
@@ -24,14 +25,14 @@ GOOD = zipped({f'wikitext-2/wiki.{s}.tokens': t for s, t in TEXTS.items()} | {'w
 HTML = b'<!DOCTYPE html><html><body>Please log in to this network</body></html>'
 
 class Server(ThreadingHTTPServer):
-    "Answers every request with `body`: up to `cut`, at once or with a pause there; without `length` the client cannot know that."
+    "Answers every request with `body`: up to `cut`, at once or with a pause there, or for ever (256 MiB); without `length` the client cannot know that."
     daemon_threads = True
     def __init__(self):
         self.answer(GOOD)
         super().__init__(('127.0.0.1', 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
-    def answer(self, body, cut=None, length=True, pause=0, status=200):
-        self.body, self.cut, self.length, self.pause, self.status, self.requests = body, cut, length, pause, status, 0
+    def answer(self, body, cut=None, length=True, pause=0, status=200, endless=False):
+        self.body, self.cut, self.length, self.pause, self.status, self.endless, self.requests, self.sent = body, cut, length, pause, status, endless, 0, 0
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_): pass
@@ -44,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             self.wfile.write(s.body[:s.cut])
+            while s.endless and s.sent < 2**28: s.sent += self.wfile.write(s.body)
             time.sleep(s.pause)
             if s.cut is None or s.pause: self.wfile.write(s.body[s.cut or len(s.body):])
         except OSError: pass
@@ -67,7 +69,7 @@ def source(server, name, body): # an entry of SOURCES for that answer of the ser
 def serve(monkeypatch, server, name, body): monkeypatch.setitem(data.SOURCES, name, source(server, name, body))
 
 def state(folder): # all files but the lock
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file() and p.name != 'lock'}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file() and p.name not in ('lock', 'lock.holder')}
 
 def refused(capfd, line, *named, status=1, prepares=False): # the command says one line that names these, and leaves everything as it was
     before = state(Path.cwd())
@@ -130,6 +132,15 @@ def test_a_connection_cut(home, server, capfd, tenth, length):
 def test_something_else_comes(home, server, capfd, answer, named):
     server.answer(**answer)
     refused(capfd, 'download wikitext-2', 'corpus=wikitext-2', named, 'put the file at')
+
+def test_a_download_without_end(home, server, monkeypatch, capfd):
+    monkeypatch.setattr(data, 'LIMIT', 10**6)
+    server.answer(GOOD, length=False, endless=True)
+    refused(capfd, 'download wikitext-2', 'corpus=wikitext-2', 'more than 1,000,000 bytes came', 'put the file at')
+    assert server.sent < 2**27                                                    # some lies in buffers
+    assert not list((home/'cache').rglob('*.tmp'))
+    server.answer(GOOD)
+    assert len(load_corpus('wikitext-2').train)
 
 def test_no_server(home, monkeypatch, capfd):
     monkeypatch.setitem(data.SOURCES, 'wikitext-2', ('http://127.0.0.1:9/wikitext-2-v1.zip', '0'*64, ()))
@@ -235,8 +246,10 @@ def test_killed_while_downloading(home, server):
     assert len(load_corpus('wikitext-2').test)
     assert sorted(p.name for p in (home/'cache'/'wikitext-2').iterdir()) == sorted([f'wiki.{s}.tokens' for s in SPLITS] + ['wikitext-2-v1.zip'])
 
+LONG = zipped({f'wikitext-2/wiki.{s}.tokens': TEXTS['train'] * (1500 if s == 'train' else 1) for s in SPLITS}) # takes seconds
+
 def test_killed_while_preparing(home, server):
-    body = zipped({f'wikitext-2/wiki.{s}.tokens': TEXTS['train'] * (1500 if s == 'train' else 1) for s in SPLITS})
+    body = LONG
     server.answer(body)
     rng = random.Random(0)
     for _ in range(3):
@@ -250,14 +263,171 @@ def test_killed_while_preparing(home, server):
     assert f'{1500*n:,} / {n:,} / {n:,} words' in out, err
     assert not list((home/'cache').rglob('*.tmp')) and server.requests == 1
 
+@pytest.mark.parametrize('number', (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize('doing', ('wikitext-2', 'prepared'))
+def test_stopped_by_a_signal(home, server, doing, number):
+    server.answer(LONG, **dict(cut=len(LONG)//2, pause=5) if doing == 'wikitext-2' else {})
+    job = process(home, server, 'download', 'wikitext-2', body=LONG)
+    assert wait_for(lambda: list((home/'cache').glob(f'{doing}/*.tmp/*')), job), job.communicate()
+    job.send_signal(number)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 128 + number and out == '' and err.count('\n') == 1 and number.name in err, err
+    assert not list((home/'cache').rglob('*tmp*'))
+
+def test_who_waits_says_for_whom(home, server):
+    server.answer(GOOD, cut=len(GOOD)//2, pause=1)
+    holder = process(home, server, 'download', 'wikitext-2')
+    try:
+        assert wait_for(lambda: list((home/'cache').glob('wikitext-2/*.tmp')), holder), holder.communicate()
+        holder.send_signal(signal.SIGSTOP)
+        other = process(home, server, 'download', 'wikitext-2')
+        assert select.select([other.stderr], [], [], 60)[0], 'not a word'
+        line = other.stderr.readline()
+        assert re.fullmatch(rf'allatt-prune: warning: cache={home}/cache: in use by process {holder.pid} on \S+, waiting for \d+ s; .* end it.*\n', line), line
+    finally: holder.send_signal(signal.SIGCONT)
+    done = holder.communicate(timeout=60), other.communicate(timeout=60)
+    assert (holder.returncode, other.returncode) == (0, 0) and done[0][0] == done[1][0] != '', done
+
+@pytest.mark.parametrize('holder', (None, '', 'process 1 on x\n\x1b[31m', b'\xff'))
+def test_who_waits_says_so_again(home, monkeypatch, holder):
+    waits, acquire = [], filelock.FileLock.acquire
+    def busy(self, timeout=None, *args, **kw):
+        waits.append(timeout)
+        if len(waits) < 4: raise filelock.Timeout('lock')
+        return acquire(self, timeout, *args, **kw)
+    monkeypatch.setattr(filelock.FileLock, 'acquire', busy)
+    if holder is not None: made('cache/lock.holder', holder)
+    with pytest.warns(UserWarning, match='in use by another process, waiting for 0 s; ') as said: load_corpus('wikitext-2')
+    assert waits == [5, 60, 60, 60] and len(said) == 3
+
+# damaged caches
+
+def stored(home): # the folder of the only corpus
+    folder, = (home/'cache'/'prepared').glob('*/')
+    return folder
+
+def rebuilt(home): # damage is noticed, said in one line, and mended
+    with pytest.warns(UserWarning) as said: corpus = load_corpus('wikitext-2')
+    assert [str(w.message) for w in said] == [f'cache={stored(home)}: damaged; prepared again']
+    known = set(obvious(TEXTS['train']))
+    for s in SPLITS: assert corpus.decode(getattr(corpus, s)).split() == [w if w in known else '<unk>' for w in obvious(TEXTS[s])]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        load_corpus('wikitext-2')
+
 @pytest.mark.parametrize('file', ('ids.bin', 'vocab.json', 'corpus.json'))
 @pytest.mark.parametrize('damage', ('half', 'empty', 'gone'))
 def test_a_half_written_cache_is_made_again(home, file, damage):
     load_corpus('wikitext-2')
-    path, = (home/'cache'/'prepared').glob(f'*/{file}')
+    path = stored(home)/file
     whole = path.read_bytes()
     path.unlink() if damage == 'gone' else path.write_bytes(whole[:len(whole)//2] if damage == 'half' else b'')
-    assert len(load_corpus('wikitext-2').test) == len(obvious(TEXTS['test'])) and path.read_bytes() == whole
+    rebuilt(home)
+    assert path.read_bytes() == whole
+
+@pytest.mark.parametrize('file', ('ids.bin', 'vocab.json', 'corpus.json'))
+def test_one_flipped_bit(home, file):
+    load_corpus('wikitext-2')
+    path = stored(home)/file
+    whole, rng = path.read_bytes(), random.Random(0)
+    for at in [0, len(whole) - 1] + rng.sample(range(len(whole)), 18):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at+1:])
+        rebuilt(home)
+        assert path.read_bytes() == whole
+
+WORDS = { # what vocab.json may hold; as many symbols as there were, where that can be
+    'twice': lambda w: [w[0], *w[:-1]], 'a number': lambda w: [1, *w[1:]], 'a list': lambda w: [[v] for v in w], 'an object': lambda w: dict.fromkeys(w, 1),
+    'a string': lambda w: ''.join(map(chr, range(len(w)))), 'none': lambda w: [], 'number': lambda w: 3, 'null': lambda w: None, 'deep': None,
+}
+ENDS = { # and where the parts may end
+    'true': lambda i, j, n: [True, j, n], 'true last': lambda i, j, n: [True]*3, 'negative': lambda i, j, n: [-9, j, n], 'floats': lambda i, j, n: [float(i), j, float(n)],
+    'words': lambda i, j, n: [str(i), str(j), str(n)], 'two': lambda i, j, n: [i, n], 'four': lambda i, j, n: [i, i, j, n], 'turned': lambda i, j, n: [j, i, n],
+    'nothing to train on': lambda i, j, n: [0, j, n], 'fewer': lambda i, j, n: [i, j, n - 1], 'more': lambda i, j, n: [i, j, n + 1], 'beyond': lambda i, j, n: [i, n + 1, n],
+    'a number': lambda i, j, n: n, 'null': lambda i, j, n: None, 'a string': lambda i, j, n: '123',
+}
+@pytest.mark.parametrize('lie', [*WORDS.items(), *ENDS.items()], ids=lambda lie: lie[0])
+def test_a_cache_that_lies(home, lie):
+    load_corpus('wikitext-2')
+    def forge(text, **settings): # with checksums that are right
+        about, _ = json.loads((stored(home)/'corpus.json').read_bytes())
+        (stored(home)/'vocab.json').write_text(text)
+        about['crc'][1] = zlib.crc32(text.encode())
+        about |= settings
+        (stored(home)/'corpus.json').write_text(json.dumps([about, hashlib.sha256(json.dumps([about]).encode()).hexdigest()]))
+    words = json.loads((stored(home)/'vocab.json').read_bytes())
+    forge(json.dumps(['first'] + words[1:]))
+    assert load_corpus('wikitext-2').vocab[0] == 'first'                          # so the forger knows the trade
+    (name, change), ends = lie, json.loads((stored(home)/'corpus.json').read_bytes())[0]['ends']
+    if lie in ENDS.items(): forge(json.dumps(words), ends=change(*ends))
+    else: forge(json.dumps(change(words)) if change else '[' * 10**5)
+    rebuilt(home)
+
+@pytest.mark.parametrize('content', ['[' * 10**5, 'null', '3', '[]', '[1, 2]', '["a", "b"]', '{}', '[[], ""]', '[{}, {}]', b'\xff\xfe',
+    *(json.dumps(dict(unit='word', dtype=d, ends=[9, 10, 11])) for d in ('O', '<U4', 'float64', 'bool', 'i4,f8', 'nonsense'))])
+def test_settings_that_are_none(home, content):
+    load_corpus('wikitext-2')
+    made(stored(home)/'corpus.json', content)
+    rebuilt(home)
+
+def test_a_note_leads_nowhere_else(home):
+    corpus = load_corpus('wikitext-2')
+    note, = (home/'cache'/'prepared').glob('*.txt')
+    (home/'other').mkdir()
+    made('a.txt', TEXT), load_corpus('a.txt', home/'other')
+    foreign, = (home/'other'/'prepared').glob('*/')
+    for there in (foreign, os.path.relpath(foreign, home/'cache'/'prepared'), '', '.', '..', 'x\0', note.read_text() + '\n', note.read_text()[:-1], b'\xff'):
+        note.write_bytes(there if isinstance(there, bytes) else str(there).encode())
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            assert load_corpus('wikitext-2').hash == corpus.hash
+        assert note.read_text() == stored(home).name
+
+def test_only_our_own_is_replaced(home, capfd):
+    load_corpus('wikitext-2')
+    folder, away = stored(home), home/'away'
+    def is_kept(path):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end: main(['download', 'wikitext-2'])
+        err = capfd.readouterr().err
+        assert end.value.code == 1 and err.count('\n') == 1 and f'cache={folder}: ' in err and 'not only our files' in err, err
+        assert path.read_text() == 'precious' and not list((home/'cache').rglob('*.tmp'))
+    made(folder/'ids.bin', b'')
+    made(folder/'notes.txt', 'precious'), is_kept(folder/'notes.txt')
+    os.remove(folder/'notes.txt'), os.remove(folder/'vocab.json')
+    made(folder/'vocab.json'/'mine', 'precious'), is_kept(folder/'vocab.json'/'mine')
+    shutil.rmtree(folder/'vocab.json')
+    made('mine', 'precious'), (folder/'vocab.json').symlink_to(home/'mine'), is_kept(home/'mine')
+    assert (folder/'vocab.json').is_symlink()
+    os.remove(folder/'vocab.json'), os.rename(folder, away), folder.symlink_to(away)
+    made(away/'ids.bin', 'precious'), is_kept(away/'ids.bin')
+    os.remove(folder), made(folder, 'precious'), is_kept(folder)
+
+def test_a_cache_on_another_disk(home):
+    for name in ('disk', 'large', 'texts'): (home/name).mkdir()
+    (home/'cache').symlink_to(home/'disk')
+    (home/'disk'/'prepared').symlink_to(home/'large')
+    (home/'disk'/'wikitext-2').symlink_to(home/'texts')
+    made('large/tmp0a1b2c3d.tmp/ids.bin', 'half')
+    load_corpus('wikitext-2')
+    assert not (home/'large'/'tmp0a1b2c3d.tmp').exists() and (home/'texts'/'wiki.test.tokens').exists()
+    made(stored(home)/'ids.bin', b'')
+    rebuilt(home)
+
+@pytest.mark.parametrize('mask,folders,files', ((0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)))
+def test_who_may_read_is_the_users_choice(home, mask, folders, files):
+    before = os.umask(mask)
+    try: load_corpus('wikitext-2')
+    finally: os.umask(before)
+    modes = {p: stat.S_IMODE(p.stat().st_mode) for p in (home/'cache').rglob('*') if p.name != 'lock'}
+    assert len(modes) > 8 and modes == {p: folders if p.is_dir() else files for p in modes}
+
+def test_what_is_prepared_is_on_the_disk_before_it_gets_its_name(home, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, 'fsync', lambda fd: (done.append(os.readlink(f'/proc/self/fd/{fd}')), fsync(fd)))
+    monkeypatch.setattr(os, 'rename', lambda a, b: (done.append('rename'), rename(a, b)))
+    load_corpus('wikitext-2')
+    tmp, prepared = Path(done[0]).parent, home/'cache'/'prepared'
+    assert done == [str(tmp/f) for f in ('ids.bin', 'vocab.json', 'corpus.json')] + [str(tmp), 'rename', str(prepared)] and tmp.parent == prepared
 
 # files and folders of one's own
 
@@ -307,6 +477,42 @@ def test_a_text_that_cannot_be_used(home, capfd, files, line, status, named):
 def refused_usage(capfd):
     with pytest.raises(SystemExit) as end: main(['download'])
     assert end.value.code == 2 and capfd.readouterr().err.count('\n') == 1
+
+def test_no_text_in_sight(tmp_path, monkeypatch):
+    path, reads = tmp_path/'a.txt', []
+    path.write_bytes(b'\x80' * 2**18)                                             # where no character begins
+    class Counted(io.FileIO):
+        def read(self, n): reads.append(n); return super().read(n)
+    monkeypatch.setattr(data, 'open', Counted, raising=False)
+    with pytest.raises(DataError, match='not UTF-8 at byte 0'): list(blocks(path, size=2**10))
+    assert len(reads) < 9                                                         # of 256
+
+@pytest.mark.parametrize('begin', ('', 'a', 'é', '漢', '\U0001f600', 'a b é'))
+def test_no_word_ends(tmp_path, begin):
+    for c in ('a', 'é', '漢', '\U0001f600'):
+        made(tmp_path/'a.txt', begin + c * 999)
+        for size in (1, 2, 3, 5, 8): assert b''.join(blocks(tmp_path/'a.txt', size)).decode() == begin + c * 999
+        made(tmp_path/'a.txt', (begin + c * 999).encode() + b'\x80')
+        with pytest.raises(DataError, match='not UTF-8 at byte'): list(blocks(tmp_path/'a.txt', 5))
+
+def test_names_that_are_not_utf8(home, capfd):
+    odd = lambda name: os.fsdecode(name.encode('latin-1'))
+    made(odd('café.txt'), TEXT)
+    corpus = load_corpus(odd('café.txt'))
+    assert corpus.name == r'caf\udce9.txt' and corpus.decode(corpus.test) == TEXT[-len(corpus.test):]
+    made(odd('é.txt'), b'\xff'), made(odd('é/valid.txt'), TEXT), made(odd('è/x'), TEXT), made(odd('ê/Emma.txt'), b'\xff'), made(odd('é.zip'), HTML)
+    for bad in ('é.txt', 'é', 'è', 'ê', 'é.zip', 'none/é', 'é.none', 'ö'):
+        with pytest.raises((ValueError, OSError)) as e: load_corpus(odd(bad))
+        assert r'\udc' in str(e.value) and str(e.value).encode()
+    made('a.txt', TEXT)
+    cache = home/odd('cäche')
+    load_corpus('a.txt', cache)
+    path, = cache.glob('prepared/*/ids.bin')
+    path.write_bytes(b'')
+    with pytest.warns(UserWarning, match='damaged') as said: load_corpus('a.txt', cache)
+    assert r'c\udce4che' in str(said[0].message)
+    with pytest.raises(OSError) as e: load_corpus('a.txt', odd('é.txt'))
+    assert r'cache=\udce9.txt' in str(e.value)
 
 def test_one_line_will_do(home):
     made('a.txt', 'a line without an end ' * 20)
@@ -389,13 +595,19 @@ def test_a_pipe_is_not_read(home, capfd):
     assert 'corpus=d: no train.txt' in capfd.readouterr().err
 
 def test_only_our_own_leftovers_are_swept(home):
-    for path in ('cache/text8/tmp_my_notes.txt', 'cache/text8/tmpdir/x', 'cache/prepared/mine.tmp/x'): made(path, 'precious')
-    (home/'cache'/'prepared'/'tmpabcdefgh.tmp').symlink_to(home/'cache'/'text8')
-    for path in ('cache/text8/tmp0a1b2c3d', 'cache/wikitext-2/wiki.train.tokens.tmp', 'cache/prepared/tmp0a1b2c3d.tmp/ids.bin'): made(path, 'half')
+    mine = ('text8/tmp_my_notes.txt', 'text8/tmpdir/x', 'prepared/mine.tmp/x', 'text8/tmp_mynotes', 'text8/text8.tmp', 'wikitext-2/wiki.train.tokens.tmp',
+            'prepared/tmp_mydata_.tmp/x', 'prepared/tmp_mydata_.tmp/ids.bin', 'text8/tmp_folders.tmp/text/y', 'prepared/tmp12345678.tmp', 'away/ids.bin')
+    for path in mine: made(f'cache/{path}', 'precious')
+    (home/'cache'/'prepared'/'tmpabcdefgh.tmp').symlink_to(home/'cache'/'away')
+    (home/'cache'/'prepared'/'tmpaaaaaaaa.tmp').mkdir()
+    (home/'cache'/'prepared'/'tmpaaaaaaaa.tmp'/'ids.bin').symlink_to(home/'cache'/'away'/'ids.bin')
+    left = ('text8/tmp0a1b2c3d.tmp/archive', 'wikitext-2/tmp0a1b2c3d.tmp/text', 'prepared/tmp0a1b2c3d.tmp/ids.bin')
+    for path in left: made(f'cache/{path}', 'half')
     made('a.txt', TEXT)
     load_corpus('a.txt')
-    left = {p.name for p in (home/'cache').rglob('*') if p.is_file() and p.name not in ('lock', 'corpus.json', 'vocab.json') and p.stat().st_size < 9}
-    assert left == {'tmp_my_notes.txt', 'x'}
+    for path in mine: assert (home/'cache'/path).read_text() == 'precious'
+    for path in left: assert not (home/'cache'/path).parent.exists()
+    assert (home/'cache'/'prepared'/'tmpabcdefgh.tmp').is_symlink() and (home/'cache'/'prepared'/'tmpaaaaaaaa.tmp'/'ids.bin').is_symlink()
 
 def test_a_text_that_cannot_be_opened_is_not_the_fault_of_the_cache(home, capfd, monkeypatch):
     made('a.txt', TEXT)
@@ -455,11 +667,22 @@ def test_evaluate_refuses(trained, capfd):
     refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
     refused(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', 'mem_len=few', status=2)
 
-def test_ids_outside_the_vocabulary(trained, capfd):
+def test_a_damaged_cache_is_no_fault_of_the_text(trained, capfd):
+    def says(): main('evaluate r/pruned --corpus a.txt'.split()); return capfd.readouterr()
+    before = says()
     for path in (trained/'cache'/'prepared').glob('*/ids.bin'): path.write_bytes(b'\xc8' * path.stat().st_size)
-    refused(capfd, 'evaluate r/pruned --corpus a.txt', 'symbol 200', 'the model knows')
-    with pytest.raises(SystemExit) as end: main(f'run {TOY} --corpus a.txt --run-dir s'.split())
-    assert end.value.code == 1 and 'corpus=a.txt: symbol 200' in capfd.readouterr().err
+    after = says()
+    assert after.out == before.out and re.fullmatch(r'allatt-prune: warning: cache=\S+: damaged; prepared again\n', after.err), after.err
+
+def test_ids_outside_the_vocabulary():
+    recipe = get_recipe('tiny', n_layer=1, d_model=8, n_head=2, n_persistent=4, seg_len=8, mem_len=8, batch=4, steps=3)
+    for wrong in (3, 200, -1):
+        ids = np.array([0, 1, 2] * 99, dtype=np.int64)
+        model, corpus = LM(recipe.config(3)), Corpus('toy', ids, ids, ids, ['a', 'b', 'c'], 'char')
+        train(model, corpus, recipe)
+        ids[10] = wrong
+        with pytest.raises(DataError, match=f'corpus=toy: symbol {wrong} in it, but the model knows 3'): train(model, corpus, recipe)
+        with pytest.raises(DataError, match=f'symbol {wrong} in it, but the model knows 3'): evaluate(model, ids)
 
 # the fast way against the obvious one
 
@@ -480,30 +703,3 @@ def test_any_text_cut_anywhere(tmp_path_factory, train, valid, test, size):
         assert chars.decode(getattr(chars, s)) == ''.join(c if c in texts['train'] else '\ufffd' for c in t)
         known = set(line(texts['train']))
         assert words.decode(getattr(words, s)).split() == [w if w in known else '<unk>' for w in line(t)]
-
-# the counts of the real corpora
-
-def real(name):
-    if not (SHARED/name).exists(): pytest.skip(f'{name} is not on this machine')
-    return SHARED/name
-
-def test_wikitext(home):
-    folder = real('wikitext-103')
-    for name, s in zip(SPLITS, ('valid', 'valid', 'test')): made(f'w/wiki.{name}.tokens.xz', (folder/f'wiki.{s}.tokens.xz').read_bytes())
-    corpus = load_corpus('w')
-    assert (len(corpus.valid), len(corpus.test)) == (217_646, 245_569)
-    words = obvious(lzma.open(folder/'wiki.valid.tokens.xz', 'rt', encoding='utf-8').read())
-    assert corpus.vocab == [w for w, _ in Counter(words).most_common()] and corpus.decode(corpus.valid[:2000]).split() == words[:2000]
-
-def test_books_word(home):
-    corpus = load_corpus(real('books-word'))
-    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [10_000_140, 249_913, 250_119]
-    assert corpus.train.dtype == np.uint16 and len(corpus.vocab) == 48_377
-
-def test_books8(home):
-    corpus = load_corpus(real('books8.xz'))
-    assert [len(x) for x in (corpus.train, corpus.valid, corpus.test)] == [90_000_000, 5_000_000, 5_000_000] and len(corpus.vocab) == 27
-    table = np.frombuffer(''.join(corpus.vocab).encode(), np.uint8)
-    found = hashlib.sha256()
-    for part in (corpus.train, corpus.valid, corpus.test): found.update(table[part])
-    assert found.hexdigest() == '1017140fa9b98629a3214a7031eb77bbf713e2ff0dc2fcba5334d117fb7d5ff4'
