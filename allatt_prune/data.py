@@ -233,6 +233,11 @@ def _scratch(parent): # a folder of our own, which is gone afterwards unless it 
     try: yield tmp
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
+def _note(path, text): # a small file, under a fresh name first: a link that stands there is replaced
+    with _scratch(path.parent) as tmp:
+        (tmp/'text').write_text(text)
+        os.replace(tmp/'text', path)
+
 def _get(url, file): # the host of WikiText refuses the default User-Agent
     bar = tqdm(total=1, desc=f'download {Path(url).name}', unit='B', unit_scale=True, disable=None)
     with open(file, 'wb') as f, bar:
@@ -352,7 +357,7 @@ def _stored(folder, name, parts, unit, unchanged): # prepare in a temporary fold
 
 # %% ../nbs/00_data.ipynb #2b472c9f
 def _sweep(cache): # what killed processes left, and nothing else; only for the holder of the lock
-    for p in [p for folder in ('prepared', *SOURCES) for p in cache.glob(f'{folder}/tmp*.tmp')]:
+    for p in [p for folder in ('.', 'prepared', *SOURCES) for p in cache.glob(f'{folder}/tmp*.tmp')]:
         if re.fullmatch(r'tmp[a-z0-9_]{8}[.]tmp', p.name) and _ours(p, (*_FILES, 'archive', 'text')): shutil.rmtree(p)
 
 @contextmanager
@@ -367,7 +372,7 @@ def _alone(cache): # only one process prepares; who waits says for whom
                           'if that process hangs, end it, but delete nothing')
         else: break
     with held:
-        holder.write_text(f'process {os.getpid()} on {platform.node()}')
+        _note(holder, f'process {os.getpid()} on {platform.node()}')
         yield
 
 # %% ../nbs/00_data.ipynb #34135aa9
@@ -408,7 +413,7 @@ def load_corpus(
             _sweep(cache)
             if corpus := opened(): return corpus                                  # another process was faster
             folder = _made(name, parts, unit, books, prepared)
-            if not parts or _settled(parts): known.write_text(folder.name)
+            if not parts or _settled(parts): _note(known, folder.name)
             return _opened(folder, name)
     except OSError as e:
         file = Path(e.filename or cache)

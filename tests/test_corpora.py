@@ -616,6 +616,22 @@ def test_a_text_that_cannot_be_opened_is_not_the_fault_of_the_cache(home, capfd,
     refused(capfd, 'download a.txt', 'corpus=a.txt: Permission denied')
     refused(capfd, 'download ' + 'x' * 300 + '/y', 'corpus=xxx', 'File name too long')
 
+def test_no_link_is_written_through(home, monkeypatch):
+    monkeypatch.setattr(data, '_settled', lambda parts: True)
+    made('a.txt', TEXT)
+    load_corpus('a.txt')
+    note, = (home/'cache'/'prepared').glob('*.txt')
+    for path in (note, home/'cache'/'lock.holder'):
+        made('outside', 'precious')
+        path.unlink()
+        path.symlink_to(home/'outside')
+        load_corpus('a.txt')
+        assert (home/'outside').read_text() == 'precious'
+        made('b.txt', TEXT[::-1].strip())
+        load_corpus('b.txt')
+        os.remove('b.txt')
+    assert (home/'outside').read_text() == 'precious' and not (home/'cache'/'lock.holder').is_symlink()
+
 def test_an_unwritable_cache(home, capfd):
     made('a.txt', TEXT), made('file', 'x')
     refused(capfd, 'download a.txt --cache file/below', 'cache=')
