@@ -21,6 +21,7 @@ from .model import LM, LMConfig, need
 FORMAT = 1 # of the manifest; a later one is refused
 _MARK = '.allatt_prune' # lies in a folder that is being written
 
+_RUN = 'report.md', 'report.json', 'gates.png', 'heads.png', 'metrics.jsonl', 'speed.jsonl', 'manifest.json' # files that are written one by one
 _FULL = errno.ENOSPC, errno.EFBIG, getattr(errno, 'EDQUOT', None)
 
 def _sync(folder): # names, too, are only kept when the folder is
@@ -108,15 +109,15 @@ def seal(
 
 def sweep(
     folder: str|Path, # where checkpoints are written
-    name: str|None = None # of the checkpoint or file; None: of any
+    name: str|None = None # of the folder or file that was to be; None: any
 ):
-    "Delete what killed writers left behind: folders with our mark in them, files of a name that only we give."
-    name = r'[\w-]+(\.\w+)?' if name is None else re.escape(name)
+    "Delete what killed writers left behind: folders with our mark in them, files of a run."
     for tmp in Path(folder).iterdir():
-        if not re.fullmatch(rf'\.{name}\.tmp-[0-9a-f]{{8}}', tmp.name) or tmp.is_symlink(): continue
+        m = re.fullmatch(r'\.(.+)\.tmp-[0-9a-f]{8}', tmp.name)
+        if not m or name not in (None, m[1]) or tmp.is_symlink(): continue
         if (tmp/_MARK).is_file(): shutil.rmtree(tmp, ignore_errors=True)
-        elif tmp.is_file(): tmp.unlink(missing_ok=True)
-        elif not os.listdir(tmp): tmp.rmdir()
+        elif tmp.is_file() and m[1] in _RUN: tmp.unlink(missing_ok=True)
+        elif tmp.is_dir() and not os.listdir(tmp): tmp.rmdir()  # killed before the mark
 
 # %% ../nbs/05_checkpoint.ipynb #1ad1f35f
 def _manifest(path, what): # hashes by file
@@ -196,7 +197,7 @@ def save_step(
     folder, path = Path(folder), Path(folder)/f'{phase}-{step:08d}'
     saved_steps(folder)
     if folder.is_dir(): sweep(folder)
-    if path.exists() and not _delete(path): os.rename(path, f'{path}.damaged-{secrets.token_hex(4)}') # only one that was damaged is ever saved again
+    if os.path.lexists(path) and not _delete(path): os.rename(path, f'{path}.damaged-{secrets.token_hex(4)}') # only one that was damaged is ever saved again
     save(path, dict(config, name=path.name), **parts)
     verify(path)
     before = next((p for n, p in reversed(saved_steps(folder, phase)) if n < step and _sound(p)), None)
@@ -215,8 +216,9 @@ def saved_steps(
 
 def _delete(path): # a checkpoint that was saved under this name, known by its manifest, if nothing else is in it; gone?
     try:
-        files = [*_manifest(path, 'checkpoint'), 'manifest.json']
-        if json.loads(read(path, 'config.json'))['name'] != path.name or {*os.listdir(path)} - {*files, _MARK}: return False
+        files, there = [*_manifest(path, 'checkpoint'), 'manifest.json'], [*path.iterdir()]
+        if path.is_symlink() or any(p.is_dir() or p.name not in (*files, _MARK) for p in there): return False
+        if json.loads(read(path, 'config.json'))['name'] != path.name: return False
         (path/_MARK).touch()
         os.rename(path, tmp := _beside(path))                   # from here on it is for `sweep`, too
         for file in (*files, _MARK): (tmp/file).unlink(missing_ok=True)

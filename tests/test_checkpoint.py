@@ -51,6 +51,26 @@ def test_what_is_damaged_is_set_aside_and_not_deleted(tmp_path):
     steps(tmp_path, 300, 400)
     assert aside.exists()
 
+def test_a_link_to_a_checkpoint_of_that_name(tmp_path):
+    here, outside = tmp_path/'here', tmp_path/'outside'
+    steps(outside, 100)
+    before = state(outside)
+    here.mkdir()
+    (here/'gated-00000100').symlink_to(outside/'gated-00000100')
+    steps(here, 100)
+    assert state(outside) == before and not (here/'gated-00000100').is_symlink()
+    verify(here/'gated-00000100')
+
+def test_sweeping(tmp_path):
+    steps(tmp_path, 100)
+    for name in ('.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'report.md.tmp-0a1b2c3d'): (tmp_path/name).write_text('precious')
+    (tmp_path/'.gated-00000001.tmp-0a1b2c3d').mkdir()
+    (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'.allatt_prune').touch()
+    (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'config.json').write_text('half')
+    (tmp_path/'.report.md.tmp-0a1b2c3d').write_text('half')
+    checkpoint.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'gated-00000100', 'report.md.tmp-0a1b2c3d']
+
 def test_linked_checkpoints_are_refused(tmp_path):
     (tmp_path/'elsewhere').mkdir()
     (tmp_path/'checkpoints').symlink_to(tmp_path/'elsewhere')
