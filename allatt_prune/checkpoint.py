@@ -128,7 +128,7 @@ def _manifest(path, what): # hashes by file
     try:
         found = json.loads(file.read_bytes())
         version, files = found['format'], found['files']
-        good = type(version) is int and set(found) == {'format', 'files'} and all(re.fullmatch(r'[\w-]+\.(json|safetensors|md|png)', f) and type(h) is str for f, h in files.items())
+        good = type(version) is int and set(found) == {'format', 'files'} and all(re.fullmatch(r'[\w-]+\.(jsonl?|safetensors|md|png)', f) and type(h) is str for f, h in files.items())
     except OSError as e: raise OSError(f'{what}={path}: manifest.json: {e.strerror}; check the file') from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e: raise damaged from e
     if type(version) is int and version > FORMAT:

@@ -153,7 +153,7 @@ Validation is over {about['tokens'][0]:,} {about['unit']}s and test over {about[
 """
     files = {name: png for name, (_, png) in figures.items()} | {'report.md': text.encode(), 'report.json': (json.dumps(dict(rows=rows, keep=keep, **about), indent=1) + '\n').encode()}
     for name, data in files.items(): checkpoint.write_file(run_dir/name, data)
-    checkpoint.seal(run_dir, ['recipe.json', 'corpus.json', *files])                 # the last thing that a run does
+    checkpoint.seal(run_dir, ['recipe.json', 'corpus.json', 'metrics.jsonl', *files])                 # the last thing that a run does
 
 def _report_heads(keep, records, recipe): # which stayed; what the report says of them; its figures: name -> words for it, PNG
     import matplotlib.pyplot as plt
@@ -173,6 +173,7 @@ def outcome(
     "A run in short."
     try: report = _stored(run_dir, 'report.json')
     except FileNotFoundError as e: raise FileNotFoundError(f'run_dir={run_dir}: no finished run; make one, or go on with it (--resume)') from e
+    checkpoint.read(run_dir, 'metrics.jsonl', 'run_dir')
     records = read_metrics(run_dir)
     r, phases = report['recipe'], {rec['phase']: [] for rec in records}
     for rec in records: phases[rec['phase']].append(rec)
