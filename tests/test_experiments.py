@@ -40,7 +40,8 @@ def test_the_first_page_says_what_the_verdicts_say():
         after = ''.join(''.join(c.source) + '\n' for c in read_nb(path).cells if c.cell_type == 'markdown').partition('## The verdict')[2]
         if not after: continue                                                      # books.ipynb has none
         verdict = re.match(r'\s*(\*\*.+?\*\*.*?\.)(?=\s)', after)[1]                     # with its first sentence
-        assert any(f'experiments/{path.name})' in line and line.endswith(f'| {verdict} |') for line in readme.splitlines()), f'{path.name}: README.md does not say {verdict}'
+        said = [line for line in readme.splitlines() if f'experiments/{path.name})' in line and line.endswith(f'| {verdict} |')]
+        assert said, f'{path.name}: README.md does not say {verdict}'
 
 def test_two_values_have_no_spread():
     for name, seeds in (('table1', 2), ('table2', 2), ('differences', 2), ('table3', 3)):
@@ -48,6 +49,11 @@ def test_two_values_have_no_spread():
         found = RESULTS[name]
         assert len({x['seed'] for x in (found['rows'] if 'rows' in found else [run['recipe'] for run in found['runs']])}) == seeds
         assert ('±' in text) == (seeds > 2), name
+
+def test_the_list_of_differences_names_what_is_measured():
+    text = next(''.join(c.source) for c in read_nb(FOLDER/'differences.ipynb').cells if ''.join(c.source).startswith('## The list'))
+    named = re.findall(r'\| \*\*(\w+)\*\* \|$', text, re.M)
+    assert {*named, 'start', 'reference', 'exact'} == {r['name'] for r in RESULTS['differences']['rows']} and len(named) == len(set(named))
 
 def training(phase, recipe, environment, corpus=None): # what decides on the outcome of a training
     r = asdict(Recipe(**recipe))
@@ -58,9 +64,9 @@ def training(phase, recipe, environment, corpus=None): # what decides on the out
     return phase, corpus or r['corpus'], *where, *(f'{k}={x}' for k, x in r.items() if k not in aside)
 
 def trainings(found): # of all results: which training it was, and heads of each layer, bits or perplexity
-    for f in [found[n] for n in ('tiny', 'books', 'books-word')] + [f for n in ('table1', 'table2', 'figure3') for f in found[n]['runs']]:
+    for f in [f for n in ('tiny', 'books', 'books-word', 'table1', 'table2', 'figure3') for f in found[n].get('runs', [found[n]])]:
         for row in f['rows']:
-            if row['model'] == 'pruned' or row['model'] not in f.get('curves', [row['model']]): continue # made of gated; copied from another run
+            if row['model'] not in f.get('curves', ('baseline', 'control', 'gated')): continue # pruned is gated; or a copy from another run
             heads = {'heads': [sum(layer) for layer in f['keep']]} if row['model'] == 'gated' else {}
             yield training(row['model'], f['recipe'], f['environment'], f['corpus']), heads | {k: row[k] for k in ('valid', 'test')}
     for n in ('table3', 'differences'):
@@ -73,13 +79,14 @@ def trainings(found): # of all results: which training it was, and heads of each
             if (name := x.get('name') or x['variant']) in switch:
                 yield of('gated', seed=x['seed'], lam=x['lam'], output_scale=switch[name]), {k: x[k] for k in ('heads', 'valid', 'test')}
     f = found['tuning']
-    elsewhere = [x for x in f['again'] if any(x['environment'][k] != f['environment'][k] for k in ('threads', 'torch'))] # the others are copies
-    for x in f['paths'] + elsewhere:
+    same = lambda env: (env['threads'], env['torch'])
+    for x in f['paths'] + [x for x in f['again'] if same(x['environment']) != same(f['environment'])]: # the others are copies
         of = lambda phase, **changes: training(phase, f['recipe'] | changes, x.get('environment', f['environment']))
         for phase in ('baseline', 'control'): yield of(phase, seed=x['seed']), {'valid': x[phase]}
         for p in x['pruned']: yield of('gated', seed=x['seed'], lam=p['lam']), {k: p[k] for k in ('heads', 'valid')}
     for x in f['optimizers']:
-        yield training('baseline', f['recipe'] | {k: x[k] for k in ('optimizer', 'lr', 'seed')}, f['environment']), {'valid': x['valid']}
+        recipe = f['recipe'] | {k: x[k] for k in ('optimizer', 'lr', 'seed')}
+        yield training('baseline', recipe, f['environment']), {'valid': x['valid']}
 
 def contradictions(found): # between trainings that were the same; how many were compared
     first, wrong, compared = {}, [], 0
@@ -91,14 +98,14 @@ def contradictions(found): # between trainings that were the same; how many were
 
 def test_the_same_training_has_one_result_everywhere():
     wrong, compared = contradictions(RESULTS)
-    assert not wrong and compared >= 9                                                  # eight of them in two files: table3 and differences
+    assert not wrong and compared >= 9                                              # eight of them in table3 and differences
 
 @pytest.mark.parametrize('change', [
     lambda found: found['table3']['starts'][0]['baseline'].update(valid=2.06749),
     lambda found: found['table3']['starts'][1]['control'].update(test=1.8),
     lambda found: next(r for r in found['differences']['rows'] if r['name'] == 'reference')['heads'].reverse(),
     lambda found: next(r for r in found['differences']['rows'] if r['name'] == 'unscaled').update(test=2.),
-    lambda found: next(x for x in found['tuning']['optimizers'] if (x['optimizer'], x['lr']) == ('adamw', .003)).update(valid=2.)])
+    lambda found: next(x for x in found['tuning']['optimizers'] if x['lr'] == found['tuning']['recipe']['lr']).update(valid=2.)])
 def test_a_changed_digit_is_noticed(change):
     found = copy.deepcopy(RESULTS)
     change(found)
