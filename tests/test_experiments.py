@@ -1,12 +1,15 @@
 "What the experiments print is what their files of results say."
-import contextlib, re
+import contextlib, copy, json, re
+from dataclasses import asdict
 from pathlib import Path
 import pytest
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
+from allatt_prune.train import Recipe
 
 FOLDER = Path(__file__).parent.parent/'nbs'/'experiments'
 NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
+RESULTS = {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in (FOLDER.parent/'results').glob('*.json')}
 
 def printed(cell): # as a list of texts; figures are not compared
     for out in cell.get('outputs', []):
@@ -36,6 +39,74 @@ def test_the_first_page_says_what_the_verdicts_say():
     for path in NOTEBOOKS:
         after = ''.join(''.join(c.source) + '\n' for c in read_nb(path).cells if c.cell_type == 'markdown').partition('## The verdict')[2]
         if not after: continue                                                      # books.ipynb has none
-        verdict = re.match(r'\s*\*\*([^*]+?)[.:]?\*\*', after)[1]
-        lines = [line for line in readme.splitlines() if f'experiments/{path.name})' in line and f'**{verdict}**' in line]
-        assert lines, f'{path.name}: README.md does not say **{verdict}**'
+        verdict = re.match(r'\s*(\*\*.+?\*\*.*?\.)(?=\s)', after)[1]                     # with its first sentence
+        said = [line for line in readme.splitlines() if f'experiments/{path.name})' in line and line.endswith(f'| {verdict} |')]
+        assert said, f'{path.name}: README.md does not say {verdict}'
+
+def test_two_values_have_no_spread():
+    for name, seeds in (('table1', 2), ('table2', 2), ('differences', 2), ('table3', 3)):
+        text = '\n'.join(t for cell in read_nb(FOLDER/f'{name}.ipynb').cells if cell.cell_type == 'code' for t in printed(cell))
+        found = RESULTS[name]
+        assert len({x['seed'] for x in (found['rows'] if 'rows' in found else [run['recipe'] for run in found['runs']])}) == seeds
+        assert ('±' in text) == (seeds > 2), name
+
+def test_the_list_of_differences_names_what_is_measured():
+    text = next(''.join(c.source) for c in read_nb(FOLDER/'differences.ipynb').cells if ''.join(c.source).startswith('## The list'))
+    named = re.findall(r'\| \*\*(\w+)\*\* \|$', text, re.M)
+    assert {*named, 'start', 'reference', 'exact'} == {r['name'] for r in RESULTS['differences']['rows']} and len(named) == len(set(named))
+
+def training(phase, recipe, environment, corpus=None): # what decides on the outcome of a training
+    r = asdict(Recipe(**recipe))
+    aside = ['log_every', 'save_every', 'valid_every', 'corpus']
+    if phase != 'gated': aside += [f for f in r if f.startswith(('lam', 'gate_')) or f in ('output_scale', 'l0_exact')]
+    if phase == 'baseline': aside += [f for f in r if f.startswith('prune_')]
+    where = [environment[k] for k in ('threads', 'torch', 'python', 'processor')]
+    return phase, corpus or r['corpus'], *where, *(f'{k}={x}' for k, x in r.items() if k not in aside)
+
+def trainings(found): # of all results: which training it was, and heads of each layer, bits or perplexity
+    for f in [f for n in ('tiny', 'books', 'books-word', 'table1', 'table2', 'figure3') for f in found[n].get('runs', [found[n]])]:
+        for row in f['rows']:
+            if row['model'] not in f.get('curves', ('baseline', 'control', 'gated')): continue # pruned is gated; or a copy from another run
+            heads = {'heads': [sum(layer) for layer in f['keep']]} if row['model'] == 'gated' else {}
+            yield training(row['model'], f['recipe'], f['environment'], f['corpus']), heads | {k: row[k] for k in ('valid', 'test')}
+    for n in ('table3', 'differences'):
+        f = found[n]
+        of = lambda phase, **changes: training(phase, f['recipe'] | changes, f['environment'])
+        for x in f.get('starts', []) + [x for x in f['rows'] if x.get('name') == 'start']:
+            for phase in ('baseline', 'control'): yield of(phase, seed=x['seed']), {k: x[phase][k] for k in ('valid', 'test')}
+        switch = {'all techniques': True, 'reference': True, 'without output scaling': False, 'unscaled': False}
+        for x in f['rows']:
+            if (name := x.get('name') or x['variant']) in switch:
+                yield of('gated', seed=x['seed'], lam=x['lam'], output_scale=switch[name]), {k: x[k] for k in ('heads', 'valid', 'test')}
+    f = found['tuning']
+    same = lambda env: (env['threads'], env['torch'])
+    for x in f['paths'] + [x for x in f['again'] if same(x['environment']) != same(f['environment'])]: # the others are copies
+        of = lambda phase, **changes: training(phase, f['recipe'] | changes, x.get('environment', f['environment']))
+        for phase in ('baseline', 'control'): yield of(phase, seed=x['seed']), {'valid': x[phase]}
+        for p in x['pruned']: yield of('gated', seed=x['seed'], lam=p['lam']), {k: p[k] for k in ('heads', 'valid')}
+    for x in f['optimizers']:
+        recipe = f['recipe'] | {k: x[k] for k in ('optimizer', 'lr', 'seed')}
+        yield training('baseline', recipe, f['environment']), {'valid': x['valid']}
+
+def contradictions(found): # between trainings that were the same; how many were compared
+    first, wrong, compared = {}, [], 0
+    for key, now in trainings(found):
+        was = first.setdefault(key, now)
+        compared += was is not now
+        if any(now[k] != pytest.approx(was[k], abs=1e-6, rel=0) for k in now.keys() & was.keys()): wrong.append((key, was, now))
+    return wrong, compared
+
+def test_the_same_training_has_one_result_everywhere():
+    wrong, compared = contradictions(RESULTS)
+    assert not wrong and compared >= 9                                              # eight of them in table3 and differences
+
+@pytest.mark.parametrize('change', [
+    lambda found: found['table3']['starts'][0]['baseline'].update(valid=2.06749),
+    lambda found: found['table3']['starts'][1]['control'].update(test=1.8),
+    lambda found: next(r for r in found['differences']['rows'] if r['name'] == 'reference')['heads'].reverse(),
+    lambda found: next(r for r in found['differences']['rows'] if r['name'] == 'unscaled').update(test=2.),
+    lambda found: next(x for x in found['tuning']['optimizers'] if x['lr'] == found['tuning']['recipe']['lr']).update(valid=2.)])
+def test_a_changed_digit_is_noticed(change):
+    found = copy.deepcopy(RESULTS)
+    change(found)
+    assert contradictions(found)[0]
