@@ -173,7 +173,6 @@ def outcome(
     "A run in short."
     try: report = _stored(run_dir, 'report.json')
     except FileNotFoundError as e: raise FileNotFoundError(f'run_dir={run_dir}: no finished run; make one, or go on with it (--resume)') from e
-    checkpoint.read(run_dir, 'metrics.jsonl', 'run_dir')
     records = read_metrics(run_dir)
     r, phases = report['recipe'], {rec['phase']: [] for rec in records}
     for rec in records: phases[rec['phase']].append(rec)
@@ -299,6 +298,7 @@ def run(
     with _alone(run_dir):
         if resume and rank == 0: mend_metrics(run_dir)
         if resume and (rows := _report_of(run_dir, models)): return rows
+        if rank == 0: checkpoint.seal(run_dir, ['recipe.json', 'corpus.json'])              # a report there is will be made again
         found, gates = prune_path(recipe, text, run_dir, device, models)
         rows = measure({name: found[name] for name in ROWS if name in found}, gates, text, recipe.batch, recipe.eval_tokens)
         if rank == 0:

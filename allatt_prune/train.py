@@ -289,6 +289,7 @@ def read_metrics(
     run_dir: str|Path # of a training
 ) -> list[dict]: # records; tokens_per_s where it was measured
     "What a training wrote down, metrics.jsonl and speed.jsonl, in order. OSError if a line is damaged."
+    if 'metrics.jsonl' in checkpoint.sealed(run_dir): checkpoint.read(run_dir, 'metrics.jsonl', 'run_dir')  # of a finished run
     records, speeds = (_lines(Path(run_dir)/f) for f in ('metrics.jsonl', 'speed.jsonl'))
     for name, found in dict(metrics=records, speed=speeds).items():
         if None in found: raise OSError(f'metrics={run_dir}/{name}.jsonl: line {found.index(None) + 1} is damaged; resume the run, which mends it, or take another copy')

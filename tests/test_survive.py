@@ -168,7 +168,7 @@ def test_damaged_records_are_refused_and_mended(world, file, i):
     def damage(folder):
         path = folder/file
         path.write_bytes((RUBBISH[i] if isinstance(RUBBISH[i], bytes) else RUBBISH[i].encode()) + path.read_bytes())
-        with pytest.raises(OSError, match=f'metrics=.*{file}: line 1 is damaged; resume the run'): training.read_metrics(folder)
+        with pytest.raises(OSError, match=f'{file}(: line 1)? is damaged'): training.read_metrics(folder)
         if i % 2: unfinished(folder)                                                    # a finished run is mended as well
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -179,11 +179,10 @@ def test_no_bit_of_a_record_can_change(world):
     if not (world/'done').exists(): go('done')
     shutil.copytree(world/'done', world/'bits')
     file, rng = world/'bits'/'metrics.jsonl', random.Random(0)
-    data, plain = file.read_bytes(), training.read_metrics('bits')
-    for _ in range(60):
-        file.write_bytes(flipped(data, rng))
-        try: assert training.read_metrics('bits') == plain                              # the last line's end may be gone
-        except OSError as e: assert 'is damaged' in str(e)
+    data = file.read_bytes()
+    for i in range(60):
+        file.write_bytes(flipped(data, rng) if i % 2 else data[:rng.randrange(len(data))])
+        with pytest.raises(OSError, match='bits.*is damaged'): training.read_metrics('bits')
         with pytest.raises(OSError, match='bits.*is damaged'): cli.outcome('bits')
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
