@@ -411,7 +411,7 @@ for i in range(int(sys.argv[2])):
     hit += bool(list(folder.glob('.x-*.tmp-*')))
     config, parts = checkpoint.newest(folder, 'x')                                     # and no warning: none that has a name is damaged
     names = sorted(p.name for p in folder.glob('x-*'))
-    assert config['step'] >= first and all((x == config['step']).all() for x in parts['model'].values()) and parts['more'] == [config['step']]
+    assert config['step'] >= first - 1 and all((x == config['step']).all() for x in parts['model'].values()) and parts['more'] == [config['step']]
     assert names[-1] == f"x-{config['step']:08d}" and 1 <= len(names) <= 3, names
 checkpoint.save_step(folder, 'x', 10**7, {})
 print(hit, len(list(folder.glob('.x-*'))))
