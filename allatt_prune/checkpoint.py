@@ -70,7 +70,7 @@ def new_folder(
         _sync(tmp)
         os.rename(tmp, path)
         _sync(path.parent)
-        (path/_MARK).unlink()                                   # last: a mark that stays does no harm
+        (path/_MARK).unlink(missing_ok=True)                    # last: a mark that stays does no harm
     except BaseException as e:
         if tmp: shutil.rmtree(tmp, ignore_errors=True)
         if not isinstance(e, OSError) or e.errno is None: raise
@@ -114,7 +114,9 @@ def sweep(
     "Delete what killed writers left behind: folders with our mark in them, files of a run."
     for tmp in Path(folder).iterdir():
         m = re.fullmatch(r'\.(.+)\.tmp-[0-9a-f]{8}', tmp.name)
-        if not m or name not in (None, m[1]) or tmp.is_symlink(): continue
+        if tmp.is_symlink() or m and name not in (None, m[1]): continue
+        if not m and name is None and (tmp/'manifest.json').is_file(): (tmp/_MARK).unlink(missing_ok=True)  # killed behind the renaming
+        if not m: continue
         if (tmp/_MARK).is_file(): shutil.rmtree(tmp, ignore_errors=True)
         elif tmp.is_file() and m[1] in _RUN: tmp.unlink(missing_ok=True)
         elif tmp.is_dir() and not os.listdir(tmp): tmp.rmdir()  # killed before the mark

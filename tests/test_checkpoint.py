@@ -68,7 +68,9 @@ def test_sweeping(tmp_path):
     (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'.allatt_prune').touch()
     (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'config.json').write_text('half')
     (tmp_path/'.report.md.tmp-0a1b2c3d').write_text('half')
+    (tmp_path/'gated-00000100'/'.allatt_prune').touch()                    # killed when the name was given, but the mark not yet gone
     checkpoint.sweep(tmp_path)
+    assert not (tmp_path/'gated-00000100'/'.allatt_prune').exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ['.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'gated-00000100', 'report.md.tmp-0a1b2c3d']
 
 def test_linked_checkpoints_are_refused(tmp_path):
