@@ -206,7 +206,7 @@ def test_a_full_disk_without_a_name(monkeypatch, capsys):
 def test_ctrl_c_while_libraries_are_loaded(folder):
     (folder/'shim').mkdir()
     (folder/'shim'/'safetensors.py').write_text('import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n')
-    for args in ([sys.executable, '-m', 'allatt_prune'], [sys.executable, shutil.which('allatt-prune')]):
+    for args in ([sys.executable, '-m', 'allatt_prune'], [sys.executable, str(Path(sys.executable).with_name('allatt-prune'))]):
         done = subprocess.run([*args, 'download', 'own.txt'], cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ | dict(PYTHONPATH=f"{folder/'shim'}:{os.environ.get('PYTHONPATH', '')}"))
         assert (done.returncode, done.stdout, done.stderr) == (130, '', 'allatt-prune: stopped by SIGINT\n')
     done = subprocess.run([sys.executable, '-c', 'import allatt_prune'], cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ | dict(PYTHONPATH=f"{folder/'shim'}:{os.environ.get('PYTHONPATH', '')}"))
