@@ -62,7 +62,6 @@ def new_folder(
     if path.exists() or path.is_symlink(): raise FileExistsError(f'{what}={path}: exists; choose another name or delete it')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, path.name)
         (new := _beside(path)).mkdir()
         tmp = new
         (tmp/_MARK).touch()
@@ -108,16 +107,15 @@ def seal(
     write_file(Path(folder)/'manifest.json', json.dumps(dict(format=FORMAT, files=hashes), indent=1).encode())
 
 def sweep(
-    folder: str|Path, # where checkpoints are written
-    name: str|None = None # of the folder or file that was to be; None: any
+    folder: str|Path # where one process alone writes
 ):
     "Delete what killed writers left behind: folders with our mark in them, files of a run."
     for tmp in Path(folder).iterdir():
         m = re.fullmatch(r'\.(.+)\.tmp-[0-9a-f]{8}', tmp.name)
-        if tmp.is_symlink() or m and name not in (None, m[1]): continue
-        if not m and name is None and (tmp/'manifest.json').is_file(): (tmp/_MARK).unlink(missing_ok=True)  # killed behind the renaming
+        if tmp.is_symlink(): continue
+        if not m and (tmp/'manifest.json').is_file(): (tmp/_MARK).unlink(missing_ok=True)  # killed behind the renaming
         if not m: continue
-        if (tmp/_MARK).is_file(): shutil.rmtree(tmp, ignore_errors=True)
+        if (tmp/_MARK).is_file() and not (tmp/_MARK).is_symlink(): shutil.rmtree(tmp, ignore_errors=True)
         elif tmp.is_file() and m[1] in _RUN: tmp.unlink(missing_ok=True)
         elif tmp.is_dir() and not os.listdir(tmp): tmp.rmdir()  # killed before the mark
 
@@ -225,7 +223,7 @@ def saved_steps(
 def _delete(path): # a checkpoint that was saved under this name, known by its manifest, if nothing else is in it; gone?
     try:
         files, there = [*_manifest(path, 'checkpoint'), 'manifest.json'], [*path.iterdir()]
-        if path.is_symlink() or any(p.is_dir() or p.name not in (*files, _MARK) for p in there): return False
+        if path.is_symlink() or any(p.is_dir() or p.is_symlink() or p.name not in (*files, _MARK) for p in there): return False
         if json.loads(read(path, 'config.json'))['name'] != path.name: return False
         (path/_MARK).touch()
         os.rename(path, tmp := _beside(path))                   # from here on it is for `sweep`, too

@@ -264,7 +264,9 @@ def _report_of(run_dir, models): # the rows of a run that is finished, with all 
         rows = _stored(run_dir, 'report.json')['rows']
         if not {r['model'] for r in rows} >= set(models) or not all((run_dir/name).exists() for name in models): return None
         checkpoint.verify(run_dir)
-    except (OSError, KeyError, TypeError): return None                                 # made again
+    except (OSError, KeyError, TypeError) as e:
+        if isinstance(e, OSError) and not isinstance(e, FileNotFoundError): warnings.warn(f'{e}; the report is made again', stacklevel=3)
+        return None
     for name in models: checkpoint.verify(run_dir/name)
     return rows
 

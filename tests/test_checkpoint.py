@@ -73,6 +73,25 @@ def test_sweeping(tmp_path):
     assert not (tmp_path/'gated-00000100'/'.allatt_prune').exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ['.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'gated-00000100', 'report.md.tmp-0a1b2c3d']
 
+def test_another_writer_is_left_alone(tmp_path):
+    other = tmp_path/'.x.tmp-0badcafe'                                     # it may be at work
+    other.mkdir()
+    (other/'.allatt_prune').touch()
+    (other/'thesis.tex').write_text('precious')
+    save(tmp_path/'x', {})
+    assert (other/'thesis.tex').read_text() == 'precious'
+
+def test_a_linked_mark_is_none(tmp_path):
+    here, outside = tmp_path/'here', tmp_path/'outside'
+    outside.mkdir()
+    steps(here, 100)
+    (here/'gated-00000100'/'.allatt_prune').symlink_to(outside/'new')
+    (here/'.mine.tmp-0a1b2c3d').mkdir()
+    (outside/'old').touch()
+    (here/'.mine.tmp-0a1b2c3d'/'.allatt_prune').symlink_to(outside/'old')
+    steps(here, 200, 300, 400)
+    assert not (outside/'new').exists() and (here/'.mine.tmp-0a1b2c3d').is_dir()
+
 def test_linked_checkpoints_are_refused(tmp_path):
     (tmp_path/'elsewhere').mkdir()
     (tmp_path/'checkpoints').symlink_to(tmp_path/'elsewhere')
