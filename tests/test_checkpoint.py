@@ -73,6 +73,15 @@ def test_sweeping(tmp_path):
     assert not (tmp_path/'gated-00000100'/'.allatt_prune').exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ['.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'gated-00000100', 'report.md.tmp-0a1b2c3d']
 
+def test_a_checkpoint_with_a_link_in_it_is_kept(tmp_path):
+    here, weights = tmp_path/'here', tmp_path/'model.safetensors'
+    steps(here, 100)
+    shutil.move(here/'gated-00000100'/'model.safetensors', weights)        # somebody made room, and left a link
+    (here/'gated-00000100'/'model.safetensors').symlink_to(weights)
+    before = state(here)
+    steps(here, 200, 300, 400)
+    assert before.items() <= state(here).items()
+
 def test_another_writer_is_left_alone(tmp_path):
     other = tmp_path/'.x.tmp-0badcafe'                                     # it may be at work
     other.mkdir()
