@@ -174,7 +174,7 @@ def test_closed_gates_are_no_error(folder, monkeypatch, capsys, gates):
     assert re.fullmatch(r'valid: \d\.\d+ nats.*\n', capsys.readouterr().out)
 
 @pytest.mark.parametrize('lam', ('0', '100000'))
-def test_a_price_that_makes_no_sense_is_a_warning(folder, lam):
+def test_a_lambda_that_removes_nothing_or_everything_is_a_warning(folder, lam):
     done = command(*OWN, '--lam', lam, '--run-dir', 'x', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f'allatt-prune: warning: lam={lam}: ') and done.stderr.count('\n') == 1 and 'report: x/report.md' in done.stdout
@@ -240,7 +240,7 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     assert state(folder) == before
     strict = lambda text: json.loads(text, parse_constant=pytest.fail)        # no NaN or Infinity, which are not JSON
     assert strict((folder/'a'/'report.json').read_text())['rows'][2]['model'] == 'pruned'
-    assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [0, 5, 10, 11] * 3
+    assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [5, 10, 12] * 3
 
 def test_train_then_prune_then_run(folder):
     done = command('train', *OWN[1:], '--run-dir', 't', cwd=folder)

@@ -2,6 +2,7 @@
 import json, os
 import pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
 from allatt_prune.model import LM, LMConfig
+from allatt_prune.resume import Processes
 from allatt_prune.train import evaluate
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, cutoffs=[10, 20])
@@ -18,7 +19,7 @@ def of_process(rank, world, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=world)
     torch.set_num_threads(1)
     model, ids = make()
-    scores = [evaluate(model, ids, batch=b) for b in BATCHES]
+    scores = [evaluate(model, ids, batch=b, world=Processes()) for b in BATCHES]
     with open(f'{folder}/{rank}.json', 'w') as f: json.dump([[float(s), s.tokens] for s in scores], f)
     dist.destroy_process_group()
 
@@ -39,9 +40,9 @@ def test_segments(seg_len):
 def test_every_token_once(batch):
     model, ids = make()
     with torch.no_grad():
-        for p in (*model.words.emb, model.words.clusters.weight): p.zero_()     # what is left is the biases: each word has a price
-    price = -model.words.logits(torch.zeros(1, 16).double())[0]
-    assert abs(evaluate(model, ids, batch=batch) - price[torch.from_numpy(ids[1:])].mean()) < 1e-12
+        for p in (*model.words.emb, model.words.clusters.weight): p.zero_()     # what is left is the biases: each word has a cost
+    cost = -model.words.logits(torch.zeros(1, 16).double())[0]
+    assert abs(evaluate(model, ids, batch=batch) - cost[torch.from_numpy(ids[1:])].mean()) < 1e-12
 
 def test_pieces_begin_without_memory():
     model, ids = make()

@@ -3,11 +3,11 @@ import copy, json, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 import numpy as np, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
 from allatt_prune import checkpoint
-from allatt_prune import train as training
 from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
-from allatt_prune.train import get_recipe, train
+from allatt_prune.resume import Processes, Stopped, train
+from allatt_prune.train import get_recipe
 
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
              steps=20, warmup=2, prune_steps=20, prune_warmup=2, lam_warmup=4, gate_steps=12, gate_lr=.1, lam=.3, eval_tokens=400)
@@ -29,11 +29,10 @@ def join(rank, world, folder):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=world)
 
-def stopping(yes, step=training._step): # a step after which, at step 13, comes SIGTERM
-    def interrupted(s, *args):
-        if s.step == 13 and yes: os.kill(os.getpid(), signal.SIGTERM)
-        return step(s, *args)
-    return interrupted
+def stopping(yes): # what to do after each step: at step 14 comes SIGTERM
+    def after(t):
+        if t.step == 14 and yes: os.kill(os.getpid(), signal.SIGTERM)
+    return after
 
 def of_process(rank, world, folder):
     join(rank, world, folder)
@@ -49,9 +48,7 @@ def of_process(rank, world, folder):
     train(model, corpus, recipe, gates, f'{folder}/grown', resume=True)
     checkpoint.save(f'{folder}/grown-{rank}', {}, state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64)                                # begun by two; only one of them is told to stop
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(training.Stopped):
-        patch.setattr(training, '_step', stopping(rank == 1))
-        train(model, corpus, recipe, gates, f'{folder}/shrunk')
+    with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/shrunk', after=stopping(rank == 1))
     model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
     forward = LM.forward
     def poisoned(self, *args):
@@ -68,9 +65,7 @@ def of_process(rank, world, folder):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp('two')
     model, corpus, recipe, gates = make(torch.float64)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(training.Stopped):
-        patch.setattr(training, '_step', stopping(True))
-        train(model, corpus, recipe, gates, folder/'grown')
+    with pytest.raises(Stopped): train(model, corpus, recipe, gates, folder/'grown', after=stopping(True))
     mp.spawn(of_process, (2, str(folder)), nprocs=2)
     return folder
 
@@ -93,7 +88,7 @@ def test_two_processes_are_one(two, case):
     for mine, theirs, others in zip(records, a[0]['records'], b[0]['records']):
         assert abs(mine['loss'] - theirs['loss']) <= 1e-5 and theirs['loss'] == others['loss']
         assert abs(mine.get('valid', 0) - theirs.get('valid', 0)) < 1e-10
-    assert [json.loads(line)['step'] for line in (two/case/'metrics.jsonl').read_text().splitlines()] == list(range(20))   # written once
+    assert [json.loads(line)['step'] for line in (two/case/'metrics.jsonl').read_text().splitlines()] == list(range(1, 21)) # written once
 
 def test_begun_by_one_ended_by_two_and_the_reverse(two):
     model, corpus, recipe, gates = make(torch.float64)
@@ -105,11 +100,11 @@ def test_begun_by_one_ended_by_two_and_the_reverse(two):
     for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
 
 def test_nan_in_one_stops_all(two):
-    for rank in (0, 1): assert (two/f'nan-{rank}').read_text().startswith('loss=nan: gated diverged at step 6, gradient norm nan')
+    for rank in (0, 1): assert (two/f'nan-{rank}').read_text().startswith('loss=nan: diverged at step 6, gradient norm nan')
 
 def test_shares_need_a_multiple(tmp_path, monkeypatch):
     model, corpus, recipe, gates = make(torch.float32)
-    monkeypatch.setattr(training, 'processes', lambda: (0, 3))
+    monkeypatch.setattr(Processes, 'size', 3)
     with pytest.raises(ValueError, match='batch=4: cannot be shared by 3 processes; give a multiple'): train(model, corpus, recipe)
 
 # ---- the real launcher
@@ -133,14 +128,14 @@ def test_sigterm_to_torchrun_saves_and_one_process_goes_on(folder):
     assert job.returncode != 0 and err.count('allatt-prune: stopped by SIGTERM') == 1, err
     saved, = (folder/'x'/'checkpoints').iterdir()
     step = checkpoint.load(saved)[0]['step']
-    assert json.loads((folder/'x'/'metrics.jsonl').read_text().splitlines()[-1])['step'] == step - 1 > 0
+    assert json.loads((folder/'x'/'metrics.jsonl').read_text().splitlines()[-1])['step'] == step > 0
     again = subprocess.Popen([sys.executable, '-m', 'allatt_prune', 'train', '--run-dir', 'x', '--resume'], cwd=folder, stderr=subprocess.PIPE, text=True,
                              env=os.environ | dict(ALLATT_PRUNE_CACHE=str(folder/'cache'), OMP_NUM_THREADS='1'))
     while len((folder/'x'/'metrics.jsonl').read_text().splitlines()) < step + 5 and again.poll() is None: time.sleep(.01)
     again.send_signal(signal.SIGTERM)
     assert again.wait(timeout=60) == 143
     steps = [json.loads(line)['step'] for line in (folder/'x'/'metrics.jsonl').read_text().splitlines()]
-    assert steps == list(range(len(steps))) and len(steps) >= step + 5                 # none twice, none left out
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step + 5                 # none twice, none left out
 
 def test_run_on_two_processes(folder):
     job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x')
@@ -153,12 +148,11 @@ def test_run_on_two_processes(folder):
 
 BREAKS = '''
 import os
-from allatt_prune import cli, train
-step = train._step
-def broken(s, *args):
-    if s.step == 3 and os.environ['RANK'] == '1': raise OSError('disk=b: gone; find it')
-    return step(s, *args)
-train._step = broken
+from allatt_prune import cli, run
+train = run.train
+def after(t):
+    if t.step == 3 and os.environ['RANK'] == '1': raise OSError('disk=b: gone; find it')
+run.train = lambda *args, **how: train(*args, after=after, **how)
 cli.main()
 '''
 
@@ -173,13 +167,12 @@ def test_any_exception_ends_all(folder):
 
 WAITS = '''
 import functools, os, signal
-from allatt_prune import cli, train
+from allatt_prune import cli, run
 cli.parallel = functools.partial(cli.parallel, patience=5)
-step = train._step
-def stopping(s, *args):
-    if s.step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)
-    return step(s, *args)
-train._step = stopping
+train = run.train
+def after(t):
+    if t.step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)
+run.train = lambda *args, **how: train(*args, after=after, **how)
 cli.main()
 '''
 

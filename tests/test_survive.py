@@ -4,9 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, torch
 import allatt_prune
-from allatt_prune import checkpoint, cli
-from allatt_prune import train as training
-from allatt_prune.train import Stopped, get_recipe
+from allatt_prune import checkpoint, resume
+from allatt_prune import run as running
+from allatt_prune.corpora import load_corpus
+from allatt_prune.data import DataError
+from allatt_prune.model import LM
+from allatt_prune.resume import Stopped, mend_metrics, read_metrics, train
+from allatt_prune.run import MODELS, ROWS, run, table
+from allatt_prune.study import outcome, recorded
+from allatt_prune.train import Score, get_recipe, train_steps
 
 RHYME = 'one two buckle my shoe three four knock at the door '
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,
@@ -28,34 +34,40 @@ def world(tmp_path_factory): # a text of 7 segments and what a run on it gives
         yield folder
     torch.set_num_threads(threads)
 
-def go(name, resume=False, models=cli.MODELS, **changes):
-    return cli.run(get_recipe('tiny', **dict(SMALL, corpus='own.txt') | changes), run_dir=name, device='cpu', resume=resume, models=models)
+def go(name, resume=False, models=MODELS, **changes):
+    return run(get_recipe('tiny', **dict(SMALL, corpus='own.txt') | changes), run_dir=name, device='cpu', resume=resume, models=models)
+
+def small(**changes): # recipe, text, and a function that makes the model
+    recipe, text = get_recipe('tiny', **SMALL | changes, corpus='own.txt'), load_corpus('own.txt')
+    return recipe, text, lambda: LM(recipe.config(len(text.vocab)))
+
+def after_steps(monkeypatch, look): # calls look(phase, steps done) after every step of a run
+    def watched(*args, phase=None, **how): return train(*args, phase=phase, after=lambda t: look(phase, t), **how)
+    monkeypatch.setattr(running, 'train', watched)
 
 # ---- exact resume
 
 class Crash(BaseException): "Ends the process as it is: nothing is saved on the way."
 
-PLACES = dict(baseline=('baseline', 3), epoch_end=('baseline', 6), control=('control', 5), warm_up=('gated', 2), gating=('gated', 5),
-              before_freezing=('gated', 7), after_freezing=('gated', 8), fine_tuning=('gated', 12), last_step=('gated', 13))
+PLACES = dict(baseline=('baseline', 4), epoch_end=('baseline', 7), control=('control', 6), warm_up=('gated', 3), gating=('gated', 6),
+              before_freezing=('gated', 8), after_freezing=('gated', 9), fine_tuning=('gated', 13), last_step=('gated', 14))
 
 @pytest.mark.parametrize('how,optimizer', (('signal', 'adamw'), ('crash', 'adamw'), ('signal', 'lamb')))
 def test_resume_gives_the_same_bits(world, monkeypatch, how, optimizer):
-    step = training._step
     kinds = dict(optimizer=optimizer, gate_optimizer='lamb' if optimizer == 'lamb' else 'adam')
     go(whole := f'whole-{optimizer}-{how}', **kinds)
     freezes = []
     for name, place in PLACES.items() if optimizer == 'adamw' else [*PLACES.items()][::4]:
-        def interrupted(s, *args):
-            if (s.phase, s.step) == place and how == 'signal': os.kill(os.getpid(), random.choice((signal.SIGTERM, signal.SIGINT)))
-            out = step(s, *args)
-            if (s.phase, s.step - 1) == place and how == 'crash': raise Crash
-            return out
-        monkeypatch.setattr(training, '_step', interrupted)
-        with pytest.raises((Stopped, Crash)): go(f'{name}-{optimizer}-{how}', **kinds)
-        monkeypatch.setattr(training, '_step', step)
+        def interrupt(phase, t):
+            if (phase, t.step) != place: return
+            if how == 'crash': raise Crash
+            os.kill(os.getpid(), random.choice((signal.SIGTERM, signal.SIGINT)))
+        with monkeypatch.context() as patch, pytest.raises((Stopped, Crash)):
+            after_steps(patch, interrupt)
+            go(f'{name}-{optimizer}-{how}', **kinds)
         there = world/f'{name}-{optimizer}-{how}'
         last = sorted((there/'checkpoints').glob(f'{place[0]}-*'))
-        if how == 'signal': assert last[-1].name == f'{place[0]}-{place[1] + 1:08d}'
+        if how == 'signal': assert last[-1].name == f'{place[0]}-{place[1]:08d}'
         if place[0] == 'gated' and last: freezes.append(checkpoint.load(last[-1])[1]['gates']['frozen'].item())
         go(there.name, **kinds, resume=True)
         assert same(there, world/whole), name
@@ -64,13 +76,11 @@ def test_resume_gives_the_same_bits(world, monkeypatch, how, optimizer):
 
 def test_interrupted_again_and_again(world, monkeypatch):
     go('whole')
-    step, calls = training._step, []
-    def every_third(s, *args):
-        calls.append(s.step)
+    calls, ends = [], 0
+    def every_third(phase, t):
+        calls.append(t.step)
         if len(calls) % 3 == 0: os.kill(os.getpid(), signal.SIGTERM)
-        return step(s, *args)
-    monkeypatch.setattr(training, '_step', every_third)
-    ends = 0
+    after_steps(monkeypatch, every_third)
     while True:
         try: go('often', resume=ends > 0); break
         except Stopped: ends += 1
@@ -87,37 +97,34 @@ def test_in_the_middle_of_a_validation(world, monkeypatch):
     with pytest.raises(Stopped): go('valid', corpus='long.txt')
     monkeypatch.setattr(allatt_prune.model.LM, 'forward', forward)
     assert len(pieces) == 1 and (world/'valid'/'checkpoints'/'baseline-00000005').exists()     # it has two, and ended after the first
+    assert [r['step'] for r in read_metrics('valid')] == [1, 2, 3, 4]                          # and said nothing of the fifth step
     go('valid', corpus='long.txt', resume=True)
     go('valid-whole', corpus='long.txt')
     assert same(world/'valid', world/'valid-whole')
 
 def test_the_best_is_remembered(world, monkeypatch):
     scores = iter((1., 2., 3.))                                                         # worse each time
-    monkeypatch.setattr(training, 'evaluate', lambda *args, **how: training.Score(next(scores)))
-    step = training._step
-    def interrupted(s, *args):
-        if s.step == 7: os.kill(os.getpid(), signal.SIGTERM)
-        return step(s, *args)
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    make = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab)))
-    monkeypatch.setattr(training, '_step', interrupted)
-    with pytest.raises(Stopped): training.train(make(), text, recipe, run_dir='best')
-    monkeypatch.setattr(training, '_step', step)
-    records = training.train(make(), text, recipe, run_dir='best', resume=True)
+    monkeypatch.setattr(resume, 'evaluate', lambda *args, **how: Score(next(scores)))
+    recipe, text, make = small()
+    def interrupt(t):
+        if t.step == 8: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Stopped): train(make(), text, recipe, run_dir='best', after=interrupt)
+    records = train(make(), text, recipe, run_dir='best', resume=True)
     assert [(r['step'], r['valid'], r['best']) for r in records if 'valid' in r] == [(5, 1., 1.), (10, 2., 1.)]
 
 def test_the_text_must_be_the_same(world):
     (world/'changes.txt').write_text(RHYME * 10)
-    go('changes', corpus='changes.txt', models=cli.MODELS[:1])
+    go('changes', corpus='changes.txt', models=MODELS[:1])
     for other in (RHYME * 9 + RHYME[::-1], RHYME[::-1] + RHYME * 9):                    # another test split, another training split
         (world/'changes.txt').write_text(other)
-        with pytest.raises(allatt_prune.data.DataError, match='corpus=.*: not the text of the run in changes'): go('changes', corpus='changes.txt', resume=True)
+        with pytest.raises(DataError, match='corpus=.*: not the text of the run in changes'): go('changes', corpus='changes.txt', resume=True)
 
 def test_only_one_works_in_a_folder(world):
-    cli._create(Path('busy'), None, recipe={})
-    with cli._alone(Path('busy')):
-        done = subprocess.run([sys.executable, '-c', 'from allatt_prune.cli import Path, _alone\nwith _alone(Path("busy")): print("in")'], capture_output=True, text=True)
-    assert 'in\n' not in done.stdout and 'run_dir=busy: another process works there' in done.stderr
+    go('busy', models=MODELS[:1])
+    with running.alone(Path('busy')):
+        job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
+        done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert done.returncode == 1 and 'run_dir=busy: another process works there' in done.stderr
 
 # ---- what people do to a run directory
 
@@ -162,18 +169,18 @@ def test_no_bit_of_what_a_run_began_with_can_change(world, file):
     assert go(f'flip-{file}', resume=True) and same(world/f'flip-{file}', world/'done')
 
 @pytest.mark.parametrize('i', range(len(RUBBISH)))
-@pytest.mark.parametrize('file', ('metrics.jsonl', 'speed.jsonl'))
-def test_damaged_records_are_refused_and_mended(world, file, i):
-    name = f'records-{file}-{i}'
+def test_damaged_records_are_refused_and_mended(world, i):
     def damage(folder):
-        path = folder/file
+        path = folder/'metrics.jsonl'
         path.write_bytes((RUBBISH[i] if isinstance(RUBBISH[i], bytes) else RUBBISH[i].encode()) + path.read_bytes())
-        with pytest.raises(OSError, match=f'{file}(: line 1)? is damaged'): training.read_metrics(folder)
+        with pytest.raises(OSError, match='metrics.jsonl is damaged'): read_metrics(folder)
         if i % 2: unfinished(folder)                                                    # a finished run is mended as well
+        if i in (1, 5):
+            with pytest.raises(OSError, match='metrics=.*metrics.jsonl: damaged'): read_metrics(folder)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        edited(world, name, damage)
-    assert same(world/name, world/'done') and training.read_metrics(name) == training.read_metrics('done')
+        edited(world, f'records-{i}', damage)
+    assert same(world/f'records-{i}', world/'done') and read_metrics(f'records-{i}') == read_metrics('done')
 
 def test_no_bit_of_a_record_can_change(world):
     if not (world/'done').exists(): go('done')
@@ -182,11 +189,11 @@ def test_no_bit_of_a_record_can_change(world):
     data = file.read_bytes()
     for i in range(60):
         file.write_bytes(flipped(data, rng) if i % 2 else data[:rng.randrange(len(data))])
-        with pytest.raises(OSError, match='bits.*is damaged'): training.read_metrics('bits')
-        with pytest.raises(OSError, match='bits.*is damaged'): cli.outcome('bits')
+        with pytest.raises(OSError, match='bits.*is damaged'): read_metrics('bits')
+        with pytest.raises(OSError, match='bits.*is damaged'): outcome('bits')
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            training.mend_metrics('bits')
+            mend_metrics('bits')
         assert file.read_bytes() == data
 
 @pytest.mark.parametrize('file', ('report.md', 'report.json', 'gates.png', 'heads.png'))
@@ -195,14 +202,14 @@ def test_no_bit_of_a_report_can_change(world, file):
     def damage(folder): (folder/file).write_bytes(flipped((folder/file).read_bytes(), random.Random(file)))
     rows = edited(world, name, damage)                                                  # made again
     checkpoint.verify(world/name)
-    assert cli.table(rows) in (world/name/'report.md').read_text() and json.loads((world/name/'report.json').read_text())['rows'] == rows
+    assert table(rows) in (world/name/'report.md').read_text() and json.loads((world/name/'report.json').read_text())['rows'] == rows
     (world/name/file).write_bytes(b'')
     if file == 'report.json':
-        with pytest.raises(OSError, match='report.json is damaged'): cli.outcome(name)
+        with pytest.raises(OSError, match='report.json is damaged'): outcome(name)
 
 def test_planted_links_are_not_followed(world):
     (world/'outside').mkdir()
-    names = 'report.md', 'report.json', 'gates.png', 'heads.png', 'report.json.new', 'metrics.new', 'metrics.jsonl', 'speed.jsonl'
+    names = 'report.md', 'report.json', 'gates.png', 'heads.png', 'report.json.new', 'metrics.new', 'metrics.jsonl', 'seconds.json'
     def plant(folder):
         unfinished(folder)
         for n in names:
@@ -216,19 +223,19 @@ def test_planted_links_are_not_followed(world):
     assert same(world/'planted', world/'done') and not [p for p in (world/'planted').iterdir() if p.is_symlink() and not p.name.endswith('.new')]
     (world/'fresh').mkdir()
     (world/'fresh'/'metrics.jsonl').symlink_to(world/'outside'/'new')                   # a training of its own, without a run
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    with pytest.raises(OSError, match='metrics=.*fresh/metrics.jsonl: .*; put a file there'): training.train(allatt_prune.model.LM(recipe.config(len(text.vocab))), text, recipe, run_dir='fresh')
+    recipe, text, make = small()
+    with pytest.raises(OSError, match='metrics=.*fresh/metrics.jsonl: .*; put a file there'): train(make(), text, recipe, run_dir='fresh')
     assert not (world/'outside'/'new').exists()
 
 def test_linked_checkpoints_end_a_training_before_it_begins(world, monkeypatch):
     (world/'linked').mkdir()
     (world/'linked'/'checkpoints').symlink_to(world/'outside2')
     (world/'outside2').mkdir()
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    monkeypatch.setattr(training, '_step', pytest.fail)
-    for resume in (False, True):
+    recipe, text, make = small()
+    monkeypatch.setattr(resume, 'train_steps', pytest.fail)
+    for again in (False, True):
         with pytest.raises(OSError, match='checkpoint=linked/checkpoints: a link'):
-            training.train(allatt_prune.model.LM(recipe.config(len(text.vocab))), text, recipe, run_dir='linked', resume=resume)
+            train(make(), text, recipe, run_dir='linked', resume=again)
     assert not [*(world/'outside2').iterdir()]
 
 @pytest.mark.parametrize('clock', ('stands', 'goes back'))
@@ -236,10 +243,10 @@ def test_a_clock_that_cannot_be_trusted(world, monkeypatch, clock):
     now = iter(range(10**6, 0, -1))
     monkeypatch.setattr(time, 'time', lambda: float(next(now)))
     if clock == 'stands': monkeypatch.setattr(time, 'monotonic', lambda: 5.)
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    records = training.train(allatt_prune.model.LM(recipe.config(len(text.vocab))), text, recipe)
-    assert all(r['tokens_per_s'] > 0 for r in records)
-    assert cli.recorded(f'clock-{clock}.json', dict)['seconds'] >= 0
+    recipe, text, make = small()
+    records = train(make(), text, recipe)
+    assert len(records) == 12
+    assert recorded(f'clock-{clock}.json', dict)['seconds'] >= 0
 
 @pytest.mark.parametrize('text', ('[]', '{"rows": 5}', '{"rows": [1]}', '{"rows": [{"model": "gated"}]}'))
 def test_a_finished_run_is_looked_at(world, text):
@@ -248,7 +255,7 @@ def test_a_finished_run_is_looked_at(world, text):
         (folder/'report.json').write_text(text)
         checkpoint.seal(folder, [p.name for p in folder.iterdir() if p.suffix in ('.json', '.md', '.png') and p.name != 'manifest.json'])
     rows = edited(world, name, forge)                                                   # made again
-    assert [r['model'] for r in rows] == list(cli.ROWS) and json.loads((world/name/'report.json').read_text())['rows'] == rows
+    assert [r['model'] for r in rows] == list(ROWS) and json.loads((world/name/'report.json').read_text())['rows'] == rows
 
 def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
@@ -271,32 +278,29 @@ def test_other_circumstances_are_said(world):
     finally: torch.set_num_threads(1)
 
 def test_another_start_is_another_training(world):
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    make = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab)))
-    training.train(make(), text, recipe, run_dir='start')
-    with pytest.raises(ValueError, match='start=3: .*was made with 0'): training.train(make(), text, recipe, run_dir='start', start=3, resume=True)
+    recipe, text, make = small()
+    train(make(), text, recipe, run_dir='start')
+    with pytest.raises(ValueError, match='start=3: .*was made with 0'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
 
 @pytest.mark.parametrize('change', (dict(step=-3), dict(step=10**9), dict(step='x'), dict(best='x'), dict(phase='gated'), dict(recipe={'steps': 'x'}), dict(recipe=None)))
 def test_forged_states(world, change):
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    make, name = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab))), f'forged-{change}'.replace('/', '')
-    training.train(make(), text, recipe, run_dir=name)
+    (recipe, text, make), name = small(), f'forged-{change}'.replace('/', '')
+    train(make(), text, recipe, run_dir=name)
     newest = sorted((world/name/'checkpoints').iterdir())[-1]
     config, parts = checkpoint.load(newest)
     shutil.rmtree(newest)
     checkpoint.save(newest, config | change, **parts)
-    with pytest.raises(OSError, match='checkpoint=.*: not a state of'): training.train(make(), text, recipe, run_dir=name, resume=True)
+    with pytest.raises(OSError, match='checkpoint=.*: not a state of'): train(make(), text, recipe, run_dir=name, resume=True)
 
 @pytest.mark.parametrize('change', (dict(mems=[1]), dict(optimizer0={'x': torch.ones(1)}), dict(optimizer0_settings=dict(groups=[], state={})), dict(model=[1])))
 def test_forged_parts(world, change):
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    make, name = lambda: allatt_prune.model.LM(recipe.config(len(text.vocab))), f'parts-{[*change][0]}'
-    training.train(make(), text, recipe, run_dir=name)
+    (recipe, text, make), name = small(), f'parts-{[*change][0]}'
+    train(make(), text, recipe, run_dir=name)
     newest = sorted((world/name/'checkpoints').iterdir())[-1]
     config, parts = checkpoint.load(newest)
     shutil.rmtree(newest)
     checkpoint.save(newest, config, **parts | change)
-    with pytest.raises(OSError, match='checkpoint=.*: not (a state of|tensors)'): training.train(make(), text, recipe, run_dir=name, resume=True)
+    with pytest.raises(OSError, match='checkpoint=.*: not (a state of|tensors)'): train(make(), text, recipe, run_dir=name, resume=True)
 
 # ---- numbers that are none
 
@@ -304,26 +308,18 @@ def test_forged_parts(world, change):
 @pytest.mark.parametrize('value', (float('nan'), float('inf')))
 @pytest.mark.parametrize('dtype', ('float32', 'bfloat16'))
 def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value, dtype):
-    backward, moved, name = training._backward, [], f'{what}-{value}-{dtype}'.replace(' ', '-')
-    def poisoned(loss, model, gates, opts, clip):
-        norms = backward(loss, model, gates, opts, clip)
-        if gates is not None and len(moved) == 6:
-            norms[0 if what == 'gradient' else 1] = torch.tensor(value)
-        return norms
-    adam = torch.optim.AdamW.step
-    if what != 'loss': monkeypatch.setattr(training, '_backward', poisoned)
+    adam, moved, name = torch.optim.AdamW.step, [], f'{what}-{value}-{dtype}'.replace(' ', '-')
     monkeypatch.setattr(torch.optim.AdamW, 'step', lambda self, *a: (moved.append(1), adam(self, *a))[1])
-    both = training._Both.forward
-    def forward(self, x, y, mems, lam, seed, step):
-        loss, nll, mems = both(self, x, y, mems, lam, seed, step)
-        return (loss, nll * value, mems) if what == 'loss' and self.gates is not None and step == 6 else (loss, nll, mems)
-    monkeypatch.setattr(training._Both, 'forward', forward)
-    recipe = get_recipe('tiny', **SMALL, corpus='own.txt', dtype=dtype)
-    text = allatt_prune.data.load_corpus('own.txt')
-    model = allatt_prune.model.LM(recipe.config(len(text.vocab)))
-    gates = allatt_prune.gates.HeadGates(2, 4)
-    with pytest.raises(FloatingPointError, match=r'loss=\S+: gated diverged at step 6, gradient norm \S+; give a smaller'):
-        training.train(model, text, recipe, gates, world/name)
+    recipe, text, make = small(dtype=dtype)
+    model, gates = make(), allatt_prune.gates.HeadGates(2, 4)
+    poison = lambda x: x * value if len(moved) == 6 else x                              # in the seventh step
+    def text_loss(model, x, y, mems, z):
+        loss, mems = model(x, y, mems, z)
+        return poison(loss), mems
+    how = dict(text_loss=text_loss) if what == 'loss' else {}
+    if what != 'loss': (model.pos if what == 'gradient' else gates.log_alpha).register_hook(poison)
+    with pytest.raises(FloatingPointError, match=r'loss=\S+: diverged at step 6, gradient norm \S+; give a smaller'):
+        train(model, text, recipe, gates, world/name, **how)
     assert len(moved) == 6
     config, parts = checkpoint.newest(world/name/'checkpoints', 'gated')
     assert config['step'] == 4 and all(x.isfinite().all() for part in parts.values() for x in (part.values() if isinstance(part, dict) else ()) if torch.is_tensor(x))
@@ -336,21 +332,28 @@ def test_clipping_under_bfloat16(world, monkeypatch):
         norms.append(torch.stack([g.norm() for g in grads]).norm().item())
         return adam(self, *a)
     monkeypatch.setattr(torch.optim.AdamW, 'step', watched)
-    text = allatt_prune.data.load_corpus('own.txt')
-    recipe = get_recipe('tiny', **SMALL | dict(dtype='bfloat16', clip=.5), corpus='own.txt')
-    before = [r['grad_norm'] for r in training.train(allatt_prune.model.LM(recipe.config(len(text.vocab))), text, recipe)]
+    recipe, text, make = small(dtype='bfloat16', clip=.5)
+    before = [r['grad_norm'] for r in train(make(), text, recipe)]
     assert len(norms) == len(before) and max(before) > .6                               # there was something to clip
     assert all(abs(after - min(was, .5)) < 1e-3 for was, after in zip(before, norms))
 
 def test_what_is_not_finite_is_not_saved(world):
-    recipe, text = get_recipe('tiny', **SMALL, corpus='own.txt'), allatt_prune.data.load_corpus('own.txt')
-    model = allatt_prune.model.LM(recipe.config(len(text.vocab)))
-    s = training._State('baseline', recipe, text, model, None, training.make_optimizers(model, None, recipe))
-    training._save(s, 'finite')
-    with torch.no_grad(): model.pos[0, 0] = float('inf')
-    s.step = 1
-    with pytest.raises(FloatingPointError, match='pos=inf: model diverged in baseline before step 1'): training._save(s, 'finite')
-    assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 0
+    recipe, text, make = small(save_every=1)
+    def poison(t):
+        if t.step == 2: t.model.pos.data[0, 0] = float('inf')
+    with pytest.raises(FloatingPointError, match='pos=inf: model diverged in baseline before step 2'):
+        train(make(), text, recipe, run_dir='finite', after=poison)
+    assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
+
+def test_what_the_loop_does_without_a_folder_it_does_with_one(world):
+    recipe, text, make = small()
+    torch.manual_seed(0)
+    a = make()
+    b = LM(a.cfg)
+    b.load_state_dict(a.state_dict())
+    for _ in train_steps(a, text, recipe): pass
+    train(b, text, recipe, run_dir='folder')
+    assert all(torch.equal(x, b.state_dict()[k]) for k, x in a.state_dict().items())
 
 # ---- damaged files
 
@@ -425,7 +428,7 @@ def test_killed_while_saving(world):
     assert hit >= 5 and left == 0                                                       # the kills did fall into the writing; what they left is swept
 
 def test_disk_full(world):
-    go('full', models=cli.MODELS[:1], steps=4)                                          # a run of which only the baseline is there
+    go('full', models=MODELS[:1], steps=4)                                          # a run of which only the baseline is there
     good = {p: p.read_bytes() for p in (world/'full').rglob('*') if p.is_file()}
     limit = 50_000
     done = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'full', '--resume'], capture_output=True, text=True,
@@ -433,7 +436,7 @@ def test_disk_full(world):
     line, = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
     assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'speed.jsonl') and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'seconds.json') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
@@ -465,7 +468,7 @@ def test_real_signals(world):
     for i, ((what, sig), result) in enumerate(zip(cases, results)):
         status, err = result.result()
         assert status == 128 + sig and err == f'allatt-prune: stopped by {sig.name}; --resume goes on with what was begun\n', (what, err)
-        cli.run(cli.stored_recipe(f'signal{i}'), run_dir=f'signal{i}', device='cpu', resume=True)
+        run(running.stored_recipe(f'signal{i}'), run_dir=f'signal{i}', device='cpu', resume=True)
         assert same(world/f'signal{i}', world/('whole-evaluation' if what == 'evaluation' else 'whole-training')), (what, sig)
 
 # ---- nothing that can run a stranger's code
