@@ -6,9 +6,10 @@
 __all__ = ['BETA', 'GAMMA', 'ZETA', 'bin_concrete', 'straight_through', 'l0_prob', 'output_scale', 'HeadGates', 'lambda_at',
            'plot_gates', 'plot_heads']
 
-# %% ../nbs/05_gates.ipynb #aced246f
+# %% ../nbs/05_gates.ipynb #114438b1
 import math
 import numpy as np, torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from .model import need
 
@@ -44,7 +45,7 @@ def output_scale(
     "The factor s_g that keeps a layer's output at its size. Paper, equation 3."
     return g.shape[-1] / g.sum(-1, keepdim=True).clamp(min=1)
 
-# %% ../nbs/05_gates.ipynb #c8b3f52f
+# %% ../nbs/05_gates.ipynb #12fd3348
 class HeadGates(nn.Module):
     "One trained gate per head of a model: call it for the multipliers z (l h). Paper, §3.2-3.3."
     def __init__(self,
@@ -57,7 +58,7 @@ class HeadGates(nn.Module):
         super().__init__()
         need(math.isfinite(init), 'gate_init', init, 'not a number', 'give a finite one')
         self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init)))
-        self.exact = exact
+        self.exact = exact                                     # of the training: not saved with the gates
         self.register_buffer('scale', torch.tensor(scale))     # buffers are saved with the gates
         self.register_buffer('frozen', torch.tensor(False))
 
@@ -67,61 +68,67 @@ class HeadGates(nn.Module):
         g = straight_through(bin_concrete(pi)) if sample else self.open_mask().to(pi.dtype)
         return g * output_scale(g) if self.scale else g
 
-    def l0(self) -> Tensor:
-        "The L0 loss: a sum over all heads."
-        return (self.log_alpha.sigmoid() if self.exact else l0_prob(self.log_alpha)).sum()
-    def open_prob(self) -> Tensor:
-        "P(g=1) of every gate, (l h)."
-        return self.log_alpha.detach().sigmoid()
-    def expected_open(self) -> Tensor:
-        "Expected number of open heads."
-        return self.open_prob().sum()
     def open_mask(self) -> Tensor:
         "Heads that stay, (l h), bool."
         return self.log_alpha.detach() >= 0
     def freeze(self) -> 'HeadGates':
-        "No more chance and no more training: the gates are what they are."
+        "No more randomness and no more training: the gates are what they are."
         self.frozen.fill_(True)
         self.log_alpha.requires_grad_(False)
         return self
 
-# %% ../nbs/05_gates.ipynb #34f50c1b
+# %% ../nbs/05_gates.ipynb #d0c697b4
+@patch
+def l0(self: HeadGates) -> Tensor:
+    "The L0 loss: a sum over all heads."
+    return (self.log_alpha.sigmoid() if self.exact else l0_prob(self.log_alpha)).sum()
+@patch
+def open_prob(self: HeadGates) -> Tensor:
+    "P(g=1) of every gate, (l h)."
+    return self.log_alpha.detach().sigmoid()
+@patch
+def expected_open(self: HeadGates) -> Tensor:
+    "Expected number of open heads."
+    return self.open_prob().sum()
+
+# %% ../nbs/05_gates.ipynb #207e1cdf
 def lambda_at(
     step: int, # steps of pruning done
-    lam: float, # final weight of the L0 loss
+    lam: float, # final sparsity coefficient lambda
     warmup: int # steps until it is reached; 0: at once
-) -> float: # weight of the L0 loss at this step
+) -> float: # lambda at this step
     "Linear warm-up of lambda. Paper, §3.3."
     return lam * min(1., step / warmup) if warmup else lam
 
-# %% ../nbs/05_gates.ipynb #67cb36bc
+# %% ../nbs/05_gates.ipynb #38b18301
 def plot_gates(
     probs, # (steps l h), open probability at each logged step
     steps, # (steps), number of each logged step
     freeze: int|None = None # step at which the gates were frozen
 ):
     "Open probability of every gate over the steps, one panel per layer."
-    probs = np.asarray(probs)
-    n = probs.shape[1]
     import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
-    fig, axes = plt.subplots(1, n, figsize=(1.9*n + .6, 2.1), sharey=True, squeeze=False)
+    probs = np.asarray(probs)
+    _, n, h = probs.shape
+    fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
     for l, ax in enumerate(axes[0]):
-        ax.plot(steps, probs[:, l], lw=1)
+        ax.plot(steps, probs[:, l], lw=1, label=range(1, h + 1))
         ax.set(title=f'layer {l+1}', xlabel='step', ylim=(-.03, 1.03))
         if freeze is not None:
             ax.axvline(freeze, c='k', ls=':', lw=1)
             ax.text(freeze, .5, ' frozen', fontsize=7)
     axes[0, 0].set_ylabel('P(open)')
+    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False, fontsize=7, title_fontsize=7)
     fig.tight_layout()
     return fig
 
-# %% ../nbs/05_gates.ipynb #0968d7d1
+# %% ../nbs/05_gates.ipynb #b78a65d4
 def plot_heads(
     keep # (l h), True where a head stays
 ):
     "Map of the heads that stay, a row per layer with their number, the first layer at the bottom."
-    keep = np.asarray(keep)
     import matplotlib.pyplot as plt
+    keep = np.asarray(keep)
     fig, ax = plt.subplots(figsize=(.3*keep.shape[1] + 1.6, .3*keep.shape[0] + .9))
     ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
     ax.set_xticks(np.arange(keep.shape[1]) + .5, range(1, keep.shape[1] + 1))

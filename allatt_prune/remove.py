@@ -14,7 +14,7 @@ from torch import Tensor
 from .gates import output_scale
 from .model import AllAttention, LM, need
 
-# %% ../nbs/07_remove.ipynb #e7c69c70
+# %% ../nbs/07_remove.ipynb #894c45a7
 def slice_heads(
     attn: AllAttention, # a sub-layer with h heads
     keep: Tensor, # (h), bool
@@ -27,33 +27,41 @@ def slice_heads(
     for name in ('u', 'w', 'pk', 'pv'): p[name] = p[name][keep]
     wo = rearrange(p['wo.weight'], 'c (h d) -> c h d', h=attn.h) * rearrange(z, 'h -> h 1')
     p['wo.weight'] = rearrange(wo[:, keep], 'c h d -> c (h d)')
+    p['wo.bias'] = p['wo.bias'] * z.any()                      # as in the model: it goes with the last head
     return p
 
-# %% ../nbs/07_remove.ipynb #1f27522d
+# %% ../nbs/07_remove.ipynb #cb0cde53
+def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
+    pos, want = model.pos, (model.cfg.n_layer, model.cfg.n_head)
+    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze()() if z is None else z
+    keep = torch.as_tensor(keep, device=pos.device).bool()
+    need(keep.shape == want, 'keep', tuple(keep.shape), f'not (n_layer, n_head) = {want}', 'give one flag per head')
+    if z is None:
+        z = keep * output_scale(keep.to(pos.dtype))
+        if (z > 1).any(): warnings.warn('z=None: what is left is scaled by s_g, which is wrong for gates trained '
+                                        'without it; give the gates, or z', stacklevel=4)
+    z = torch.as_tensor(z).to(pos)
+    need(z.shape == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
+    need(z.isfinite().all(), 'z', z[~z.isfinite()][:1].tolist(), 'not a finite number', 'give one per head')
+    need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
+    return keep, z
+
+# %% ../nbs/07_remove.ipynb #cb8f9c08
 @torch.no_grad()
 def remove_heads(
     model: LM, # a model with all of its heads
     keep, # gates; or (l h), heads that stay: True or non-zero
-    z: Tensor|None = None # (l h) multipliers to fold in; None: those of the gates, or the output scale s_g of the kept heads
+    z: Tensor|None = None # (l h) multipliers to fold in; None: those of the gates, or s_g for every kept head
 ) -> LM: # a new model; the old one is left as it is
     "Delete closed heads. The result computes what `model` computes with these gates. Paper, §3.2."
     cfg = model.cfg
-    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze()() if z is None else z
-    keep = torch.as_tensor(keep, device=model.pos.device).bool()
     need(cfg.heads is None, 'heads', cfg.heads, 'heads were removed before', 'remove them from the whole model')
-    shape, want = tuple(keep.shape), (cfg.n_layer, cfg.n_head)
-    need(shape == want, 'keep', shape, f'not (n_layer, n_head) = {want}', 'give one flag per head')
-    if z is None:
-        z = keep * output_scale(keep.to(model.pos.dtype))
-        if (z > 1).any(): warnings.warn('z=None: what is left is scaled by s_g, which is wrong for gates trained without it; give the gates, or z', stacklevel=3)
-    z = torch.as_tensor(z).to(model.pos)
-    need(tuple(z.shape) == want, 'z', tuple(z.shape), f'not (n_layer, n_head) = {want}', 'give one number per head')
-    need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
+    keep, z = _mask_and_z(model, keep, z)
     small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.pos)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}
-    for i in range(cfg.n_layer):
+    for i, layer in enumerate(model.layers):
         if keep[i].any():
-            kept = slice_heads(model.layers[i].attn, keep[i], z[i])
+            kept = slice_heads(layer.attn, keep[i], z[i])
             params |= {f'layers.{i}.attn.{name}': p for name, p in kept.items()}
     small.load_state_dict(params)
     return small.train(model.training)
