@@ -2,8 +2,7 @@
 import os, shutil, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from allatt_prune import checkpoint
-from allatt_prune.checkpoint import copy, load, newest, save, save_step, verify, write_file
+from allatt_prune.checkpoint import copy, load, new_folder, newest, read, save, save_step, seal, sweep, verify, write_file
 from allatt_prune.model import LM, LMConfig
 
 def state(folder): return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}
@@ -23,7 +22,7 @@ def test_only_what_we_wrote_is_deleted(tmp_path):
     shutil.copytree(here/'gated-00000100', here/'backup-00000100')         # a copy under another name
     (here/'.notes.tmp-0a1b2c3d').mkdir()
     (here/'.notes.tmp-0a1b2c3d'/'mine').write_text('precious')             # a name like that of what a killed writer leaves
-    (here/'.link.tmp-0a1b2c3d').symlink_to(outside)
+    (here/'.link.tmp-allatt_prune-0a1b2c3d').symlink_to(outside)
     before, theirs = state(outside), {k: v for k, v in state(here).items() if not k.startswith('gated-00000100')}
     steps(here, 200, 300, 400)
     steps(here, 0, 100, 200, phase='later')
@@ -63,15 +62,14 @@ def test_a_link_to_a_checkpoint_of_that_name(tmp_path):
 
 def test_sweeping(tmp_path):
     steps(tmp_path, 100)
-    for name in ('.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'report.md.tmp-0a1b2c3d'): (tmp_path/name).write_text('precious')
-    (tmp_path/'.gated-00000001.tmp-0a1b2c3d').mkdir()
-    (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'.allatt_prune').touch()
-    (tmp_path/'.gated-00000001.tmp-0a1b2c3d'/'config.json').write_text('half')
-    (tmp_path/'.report.md.tmp-0a1b2c3d').write_text('half')
-    (tmp_path/'gated-00000100'/'.allatt_prune').touch()                    # killed when the name was given, but the mark not yet gone
-    checkpoint.sweep(tmp_path)
-    assert not (tmp_path/'gated-00000100'/'.allatt_prune').exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['.notes.txt.tmp-0a1b2c3d', '.report.md.tmp-mine', 'gated-00000100', 'report.md.tmp-0a1b2c3d']
+    mine = '.a.tmp-0a1b2c3d', '.a.tmp-allatt_prune-mine', 'a.tmp-allatt_prune-0a1b2c3d', '.a.tmp-allatt_prune-0a1b2c3d.txt'
+    for name in mine: (tmp_path/name).write_text('precious')
+    (tmp_path/'.gated-00000001.tmp-allatt_prune-0a1b2c3d').mkdir()
+    (tmp_path/'.gated-00000001.tmp-allatt_prune-0a1b2c3d'/'config.json').write_text('half')
+    (tmp_path/'.report.md.tmp-allatt_prune-0a1b2c3d').write_text('half')
+    sweep(tmp_path)
+    verify(tmp_path/'gated-00000100')
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted((*mine, 'gated-00000100'))
 
 def test_a_checkpoint_with_a_link_in_it_is_kept(tmp_path):
     here, weights = tmp_path/'here', tmp_path/'model.safetensors'
@@ -83,23 +81,44 @@ def test_a_checkpoint_with_a_link_in_it_is_kept(tmp_path):
     assert before.items() <= state(here).items()
 
 def test_another_writer_is_left_alone(tmp_path):
-    other = tmp_path/'.x.tmp-0badcafe'                                     # it may be at work
+    other = tmp_path/'.x.tmp-allatt_prune-0badcafe'                        # it may be at work
     other.mkdir()
-    (other/'.allatt_prune').touch()
-    (other/'thesis.tex').write_text('precious')
+    (other/'config.json').write_text('half')
     save(tmp_path/'x', {})
-    assert (other/'thesis.tex').read_text() == 'precious'
+    assert (other/'config.json').read_text() == 'half'
 
-def test_a_linked_mark_is_none(tmp_path):
-    here, outside = tmp_path/'here', tmp_path/'outside'
-    outside.mkdir()
-    steps(here, 100)
-    (here/'gated-00000100'/'.allatt_prune').symlink_to(outside/'new')
-    (here/'.mine.tmp-0a1b2c3d').mkdir()
-    (outside/'old').touch()
-    (here/'.mine.tmp-0a1b2c3d'/'.allatt_prune').symlink_to(outside/'old')
-    steps(here, 200, 300, 400)
-    assert not (outside/'new').exists() and (here/'.mine.tmp-0a1b2c3d').is_dir()
+@pytest.mark.parametrize('half', (False, True))
+def test_killed_while_an_old_one_is_deleted(tmp_path, monkeypatch, half):
+    class Killed(BaseException): pass
+    def killed(path, **_):
+        if not path.exists(): return                                       # of a folder that has got its name
+        if half: (path/'config.json').unlink()
+        raise Killed
+    steps(tmp_path, 100, 200)
+    with monkeypatch.context() as m:
+        m.setattr(shutil, 'rmtree', killed)
+        with pytest.raises(Killed): steps(tmp_path, 300)
+    assert newest(tmp_path, 'gated')[0]['step'] == 300
+    for p in tmp_path.glob('gated-*'): verify(p)                           # none has a name and is not whole
+    steps(tmp_path, 400)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['gated-00000300', 'gated-00000400']
+
+def test_files_of_any_kind_can_be_sealed(tmp_path):
+    with new_folder(tmp_path/'corpus', 'cache') as tmp:
+        (tmp/'ids.bin').write_bytes(bytes(10**6))
+        write_file(tmp/'corpus.json', b'[]')
+        seal(tmp, ['ids.bin', 'corpus.json'])
+    assert sorted(verify(tmp_path/'corpus')) == ['corpus.json', 'ids.bin']
+    (tmp_path/'corpus'/'ids.bin').write_bytes(bytes(10**6 - 1) + b'x')
+    with pytest.raises(OSError, match='cache=.*corpus: ids.bin is damaged'): verify(tmp_path/'corpus', 'cache')
+    assert read(tmp_path/'corpus', 'corpus.json') == b'[]'                 # which is not
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='no pipes here')
+def test_a_pipe_is_no_file(tmp_path):
+    save(tmp_path/'model', {}, x=[1])
+    os.remove(tmp_path/'model'/'x.json')
+    os.mkfifo(tmp_path/'model'/'x.json')                                   # whoever reads it waits for ever
+    with pytest.raises(OSError, match='x.json is missing, or no file'): load(tmp_path/'model')
 
 def test_linked_checkpoints_are_refused(tmp_path):
     (tmp_path/'elsewhere').mkdir()
