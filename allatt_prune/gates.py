@@ -100,7 +100,7 @@ def lambda_at(
     "Linear warm-up of lambda. Paper, §3.3."
     return lam * min(1., step / warmup) if warmup else lam
 
-# %% ../nbs/05_gates.ipynb #38b18301
+# %% ../nbs/05_gates.ipynb #342c784c
 def plot_gates(
     probs, # (steps l h), open probability at each logged step
     steps, # (steps), number of each logged step
@@ -112,7 +112,7 @@ def plot_gates(
     _, n, h = probs.shape
     fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
     for l, ax in enumerate(axes[0]):
-        ax.plot(steps, probs[:, l], lw=1, label=range(1, h + 1))
+        for i in range(h): ax.plot(steps, probs[:, l, i], lw=1, label=i+1)
         ax.set(title=f'layer {l+1}', xlabel='step', ylim=(-.03, 1.03))
         if freeze is not None:
             ax.axvline(freeze, c='k', ls=':', lw=1)
