@@ -114,8 +114,7 @@ def verify(path: str|Path, # a folder with a manifest
     return [*files]
 
 # %% ../nbs/10_checkpoint.ipynb #09551e16
-def read(path: str|Path, file: str, # a folder with a manifest, and the name of a file in it
-         what: str = 'checkpoint') -> bytes: # what error messages call the folder
+def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # folder; file in it; what messages call it
     "A file as it was written. OSError if it is missing, damaged, or not in the manifest."
     verify(path, what, file)
     return (Path(path)/file).read_bytes()

@@ -21,8 +21,7 @@ def _open(path, member): # the bytes of a file, or of a member of a zip archive:
     kind = path.suffix.lower()
     if kind != '.zip': return {'.gz': gzip.open, '.xz': lzma.open}.get(kind, open)(path, 'rb')
     archive = zipfile.ZipFile(path)
-    names = [x for x in archive.namelist() if not x.endswith('/') and not x.startswith('__MACOSX/')]
-    if member: names = [x for x in names if x == member]
+    names = [x for x in archive.namelist() if x == member or not (member or re.match('__MACOSX/|.*/$', x))]
     if len(names) == 1: return archive.open(names[0])
     raise DataError(f'corpus={path}: {len(names)} files named {member or "anything"} in it, not one; unpack it first')
 

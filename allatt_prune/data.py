@@ -82,8 +82,8 @@ class Corpus:
         name: str = 'text' # what messages call it
     ): # 90 % to train on, 5 % to validate, 5 % to test
         "A corpus from a text in memory, made in the plainest way."
-        line_end = '' if text.endswith('\n') or not text else '\n'
-        symbols = list(text) if unit == 'char' else (text + line_end).replace('\n', ' <eos> ').split()
+        lines = text.removesuffix('\n') + '\n' # a last line may lack its end
+        symbols = list(text) if unit == 'char' else lines.replace('\n', ' <eos> ').split()
         i, j = round(.9 * len(symbols)), round(.95 * len(symbols))
         counts, unknown = Counter(symbols[:i]), '\ufffd' if unit == 'char' else '<unk>'
         vocab = sorted(counts) if unit == 'char' else [w for w, _ in counts.most_common()]
