@@ -12,6 +12,6 @@ setup(
     author=cfg['author'], author_email=cfg['author_email'], license='Apache-2.0',
     long_description=Path('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_name']]), python_requires='>=' + cfg['min_python'],
-    install_requires=cfg['requirements'].split(), extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('dev', 'tensorboard')},
+    install_requires=cfg['requirements'].split(), extras_require={'dev': cfg['dev_requirements'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split()},
 )

@@ -5,4 +5,5 @@ if os.path.basename(sys.argv[0]) == 'allatt-prune' or sys.argv[0] == '-m' and 'a
     # the command: Ctrl-C while libraries are still loading ends it with one line
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'allatt-prune: stopped by SIGINT\n'), os._exit(130)))
 
-from . import checkpoint # gives LM its save_pretrained and from_pretrained, whatever is imported first
+from .corpora import load_corpus
+from . import checkpoint, generate # give LM its methods, whatever is imported first

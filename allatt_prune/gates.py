@@ -11,7 +11,7 @@ import math
 import numpy as np, torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from .model import need
+from .data import need
 
 # %% ../nbs/05_gates.ipynb #4a6545d6
 BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature; stretch as in arXiv 1712.01312, whose beta is 2/3

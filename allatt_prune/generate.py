@@ -9,7 +9,8 @@ __all__ = []
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from .model import Cached, LM, need
+from .model import Cached, LM
+from .data import need
 
 # %% ../nbs/13_generate.ipynb #ce0518d7
 @patch

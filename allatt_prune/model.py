@@ -13,7 +13,8 @@ from einops import rearrange
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .fused import attend
-from .softmax import TiedSoftmax, need
+from .data import need
+from .softmax import TiedSoftmax
 
 # %% ../nbs/04_model.ipynb #6b6ca308
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 from .checkpoint import read, write_file
 from .resume import read_metrics
 from .run import MODELS, environment, pick_device, run
-from .train import Recipe, get_recipe
+from .recipe import Recipe, get_recipe
 
 # %% ../nbs/16_study.ipynb #91743c3b
 def command(

@@ -17,7 +17,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from . import attention, fused
-from .model import LM, LMConfig, bands, count_params, need
+from .model import LM, LMConfig
+from .cost import count_params
+from .data import need
+from .softmax import bands
 from .remove import remove_heads
 
 # %% ../nbs/14_timing.ipynb #32fe6169
