@@ -13,8 +13,7 @@ import numpy as np, pooch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from . import data
-from .checkpoint import named, new_folder, seal, verify, write_file
-from .study import sweep
+from .checkpoint import named, new_folder, seal, sweep, verify, write_file
 from .data import Corpus, DataError, need, normalize, pydocs, shuffled, visible
 
 # %% ../nbs/11_corpora.ipynb #9be8cca8
