@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 from . import attention, fused
 from .cost import count_macs
-from .data import Corpus, Streams
-from .model import LM, LMConfig, need
-from .train import get_recipe
+from .data import Corpus, Streams, need
+from .model import LM, LMConfig
+from .recipe import get_recipe
 
 # %% ../nbs/14_timing.ipynb #0cb3e80e
 class Timing:
