@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPE', 'FIELDS', 'KINDS', 'main']
 
-# %% ../nbs/17_cli.ipynb #68307fce
-import argparse, contextlib, errno, json, os, re, signal, sys, tempfile, threading, time, warnings
+# %% ../nbs/17_cli.ipynb #87a6ef66
+import argparse, contextlib, errno, json, os, re, signal, sys, threading, time, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 import torch
@@ -18,11 +18,11 @@ from .gates import HeadGates
 from .model import LM, LMConfig
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
 from .resume import Processes, Stopped, same_recipe
-from .run import MODELS, environment, parallel, pick_device, run, stored_recipe, table
-from .timing import heads_kept, time_recipe, time_table
+from .run import MODELS, parallel, pick_device, run, stored_recipe, table
+from .timing import environment, heads_kept, time_recipe, time_table
 from .train import evaluate
 
-# %% ../nbs/17_cli.ipynb #ec30c6a0
+# %% ../nbs/17_cli.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
 FIELDS = {f.name: f for f in fields(Recipe)}
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _command(jobs, name, help, settings=(), usage='', **options):
     job = jobs.add_parser(name, help=help, allow_abbrev=False, usage=f'%(prog)s [options]{usage}')
-    job.add_argument('--cache', help='folder for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)')
+    job.add_argument('--cache', help='for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
     if name != 'download': job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     docs, tiny = docments(Recipe) | docments(LMConfig), RECIPES['tiny']
@@ -47,7 +47,7 @@ def _training(add, run_dir):
     add('--resume', 'go on where the run in the folder was interrupted', action='store_true')
 
 def _parser():
-    p = _Parser(prog='allatt-prune', description='Learn which heads a language model can live without, and delete them.')
+    p = _Parser(prog='allatt-prune', description='Learn which heads a model can live without, and delete them.')
     jobs = p.add_subparsers(dest='command')
     for name, help in dict(run='train, prune, evaluate, time', train='train a baseline').items():
         add = _command(jobs, name, help, SETTINGS, ' [RECIPE]')
@@ -137,7 +137,7 @@ def _train(args, changes): # run, train, prune
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
         if Processes().rank == 0: print(table(rows), visible(left), sep='\n\n')
 
-# %% ../nbs/17_cli.ipynb #dc3dc0c7
+# %% ../nbs/17_cli.ipynb #7228b77b
 def _evaluate(args, changes):
     need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
     with parallel(args.device) as device:
@@ -152,24 +152,20 @@ def _time(args, changes):
     size = os.environ.get('WORLD_SIZE', '1')
     need(size == '1', 'processes', size, 'one alone can measure time', 'start it without torchrun')
     need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
-    kept, device, file, numbers = list(map(_kept, args.kept)), pick_device(args.device), args.json and Path(args.json), {}
-    need(args.json != '', 'json', '', 'no name', 'give that of a file to write')
+    kept, device, numbers = list(map(_kept, args.kept)), pick_device(args.device), {}
     for name in ('repeats', 'warmup'):
         need(re.fullmatch(r'[1-9]\d{0,5}', n := getattr(args, name)), name, n, 'not a number of runs', 'give 1 or more')
         numbers[name] = int(n)
     for r in [get_recipe(name, **changes) for name in args.recipe]: heads_kept(kept, r.n_layer, r.n_head)
-    if file:
-        try:
-            if file.exists() or file.is_symlink(): raise OSError(0, 'exists')
-            with tempfile.TemporaryFile(dir=file.parent): pass                  # can something be written there?
-        except OSError as e: raise OSError(f"json={args.json}: {e.strerror}; choose another one") from e
+    if args.json is not None and (os.path.lexists(args.json) or not Path(args.json).parent.is_dir()):
+        raise OSError(f'json={args.json}: exists, or its folder does not; choose another name')
     text = load_corpus(args.corpus, args.cache)
     found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
                          train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
     print('\n\n'.join(map(time_table, found)))                                  # whatever happens to the file
-    if file:
+    if args.json:
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
-        checkpoint.write_file(file, (json.dumps(about | dict(shapes=found), indent=1) + '\n').encode())
+        checkpoint.write_file(args.json, json.dumps(about | dict(shapes=found), indent=1).encode())
 
 def _download(args, _):
     text = load_corpus(args.corpus, args.cache, unit=args.unit)

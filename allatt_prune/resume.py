@@ -189,7 +189,7 @@ def _begin(t, log, resume, world): # the state and the records to go on from
         raise FileExistsError(f'run_dir={log.run_dir}: holds a training called {log.phase}; give resume=True, '
                               'or another folder')
 
-# %% ../nbs/12_resume.ipynb #f26fcf74
+# %% ../nbs/12_resume.ipynb #43ad9457
 def _look(t, log, world): # record, and validation, if they are due; False if a signal ended the validation
     r, more = log.recipe if t.gates is None else log.recipe.pruning(), {}
     if r.valid_every and t.step % r.valid_every == 0 and len(log.corpus.valid) > 1:
@@ -231,7 +231,7 @@ def train(
         if run_dir is not None: _begin(t, log, resume, world)
         since, before = time.monotonic(), log.seconds.get(phase, 0)
         bar = tqdm(total=r.steps, initial=t.step, desc=phase, disable=None if world.rank == 0 else True)
-        seen = t.step in [0, *(rec['step'] for rec in log.mine())]              # if not: a signal had ended a validation
+        seen = t.step in [0, *(rec['step'] for rec in log.mine())]      # if not, a signal had ended a validation
         if not seen and not _look(t, log, world): raise Stopped(signals.came or signal.SIGTERM)
         for t in train_steps(model, corpus, recipe, gates, start=start, world=world, training=t, **hooks):
             if after: after(t)

@@ -6,7 +6,7 @@
 __all__ = ['l0_penalty', 'text_loss', 'check_ids', 'set_seed', 'Objective', 'OneProcess', 'Training', 'train_steps', 'train',
            'Score', 'evaluate']
 
-# %% ../nbs/07_train.ipynb #7751a99b
+# %% ../nbs/07_train.ipynb #19b6d10b
 import hashlib, math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from .data import Corpus, DataError, Streams, need
 from .gates import lambda_at
 from .model import LM
-from .recipe import RECIPES, SETTINGS, Recipe, get_recipe, lr_at, make_optimizers # as names of this module, too
+from .recipe import RECIPES, Recipe, get_recipe, lr_at, make_optimizers # names of this module, too
 
 # %% ../nbs/07_train.ipynb #2029bc84
 def l0_penalty(
