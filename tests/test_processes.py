@@ -120,14 +120,13 @@ def folder(tmp_path):
 OPTIONS = [x for k, v in dict(SMALL, corpus='own.txt', dropout=.1).items() for x in (f"--{k.replace('_', '-')}", str(v))]
 
 def test_sigterm_to_torchrun_saves_and_one_process_goes_on(folder):
-    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--steps', '5000', '--run-dir', 'x')
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--steps', '5000', '--save-every', '5', '--run-dir', 'x')
     while not (folder/'x'/'metrics.jsonl').exists() and job.poll() is None: time.sleep(.01)
     time.sleep(.5)
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode != 0 and err.count('allatt-prune: stopped by SIGTERM') == 1, err
-    saved, = (folder/'x'/'checkpoints').iterdir()
-    step = checkpoint.load(saved)[0]['step']
+    step = checkpoint.newest(folder/'x'/'checkpoints', 'baseline')[0]['step']
     assert json.loads((folder/'x'/'metrics.jsonl').read_text().splitlines()[-1])['step'] == step > 0
     again = subprocess.Popen([sys.executable, '-m', 'allatt_prune', 'train', '--run-dir', 'x', '--resume'], cwd=folder, stderr=subprocess.PIPE, text=True,
                              env=os.environ | dict(ALLATT_PRUNE_CACHE=str(folder/'cache'), OMP_NUM_THREADS='1'))

@@ -9,7 +9,7 @@ from allatt_prune import run as running
 from allatt_prune.corpora import load_corpus
 from allatt_prune.data import DataError
 from allatt_prune.model import LM
-from allatt_prune.resume import Stopped, mend_metrics, read_metrics, train
+from allatt_prune.resume import Stopped, read_log, read_metrics, train, write_metrics
 from allatt_prune.run import MODELS, ROWS, run, table
 from allatt_prune.study import outcome, recorded
 from allatt_prune.train import Score, get_recipe, train_steps
@@ -173,27 +173,24 @@ def test_damaged_records_are_refused_and_mended(world, i):
     def damage(folder):
         path = folder/'metrics.jsonl'
         path.write_bytes((RUBBISH[i] if isinstance(RUBBISH[i], bytes) else RUBBISH[i].encode()) + path.read_bytes())
-        with pytest.raises(OSError, match='metrics.jsonl is damaged'): read_metrics(folder)
-        if i % 2: unfinished(folder)                                                    # a finished run is mended as well
-        if i in (1, 5):
+        with pytest.raises(OSError, match='metrics.jsonl is damaged'): outcome(folder)
+        if i in (0, 4, 5):
             with pytest.raises(OSError, match='metrics=.*metrics.jsonl: damaged'): read_metrics(folder)
+        if i % 2: unfinished(folder)                                                    # a finished run is mended as well
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         edited(world, f'records-{i}', damage)
     assert same(world/f'records-{i}', world/'done') and read_metrics(f'records-{i}') == read_metrics('done')
 
-def test_no_bit_of_a_record_can_change(world):
+def test_no_bit_of_a_record_of_a_finished_run_can_change(world):
     if not (world/'done').exists(): go('done')
     shutil.copytree(world/'done', world/'bits')
     file, rng = world/'bits'/'metrics.jsonl', random.Random(0)
     data = file.read_bytes()
     for i in range(60):
         file.write_bytes(flipped(data, rng) if i % 2 else data[:rng.randrange(len(data))])
-        with pytest.raises(OSError, match='bits.*is damaged'): read_metrics('bits')
         with pytest.raises(OSError, match='bits.*is damaged'): outcome('bits')
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            mend_metrics('bits')
+        write_metrics('bits', read_log('bits')['records'])
         assert file.read_bytes() == data
 
 @pytest.mark.parametrize('file', ('report.md', 'report.json', 'gates.png', 'heads.png'))
@@ -209,7 +206,7 @@ def test_no_bit_of_a_report_can_change(world, file):
 
 def test_planted_links_are_not_followed(world):
     (world/'outside').mkdir()
-    names = 'report.md', 'report.json', 'gates.png', 'heads.png', 'report.json.new', 'metrics.new', 'metrics.jsonl', 'seconds.json'
+    names = 'report.md', 'report.json', 'gates.png', 'heads.png', 'report.json.new', 'metrics.new', 'metrics.jsonl'
     def plant(folder):
         unfinished(folder)
         for n in names:
@@ -224,8 +221,8 @@ def test_planted_links_are_not_followed(world):
     (world/'fresh').mkdir()
     (world/'fresh'/'metrics.jsonl').symlink_to(world/'outside'/'new')                   # a training of its own, without a run
     recipe, text, make = small()
-    with pytest.raises(OSError, match='metrics=.*fresh/metrics.jsonl: .*; put a file there'): train(make(), text, recipe, run_dir='fresh')
-    assert not (world/'outside'/'new').exists()
+    train(make(), text, recipe, run_dir='fresh')
+    assert not (world/'outside'/'new').exists() and not (world/'fresh'/'metrics.jsonl').is_symlink()
 
 def test_linked_checkpoints_end_a_training_before_it_begins(world, monkeypatch):
     (world/'linked').mkdir()
@@ -248,15 +245,6 @@ def test_a_clock_that_cannot_be_trusted(world, monkeypatch, clock):
     assert len(records) == 12
     assert recorded(f'clock-{clock}.json', dict)['seconds'] >= 0
 
-@pytest.mark.parametrize('text', ('[]', '{"rows": 5}', '{"rows": [1]}', '{"rows": [{"model": "gated"}]}'))
-def test_a_finished_run_is_looked_at(world, text):
-    name = f'finished{len(text)}'
-    def forge(folder): # whose checksum is right
-        (folder/'report.json').write_text(text)
-        checkpoint.seal(folder, [p.name for p in folder.iterdir() if p.suffix in ('.json', '.md', '.png') and p.name != 'manifest.json'])
-    rows = edited(world, name, forge)                                                   # made again
-    assert [r['model'] for r in rows] == list(ROWS) and json.loads((world/name/'report.json').read_text())['rows'] == rows
-
 def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
     assert same(world/'lost', world/'done')
@@ -268,13 +256,13 @@ def test_lost_records_are_written_again(world):
         unfinished(folder)
         lines = (folder/'metrics.jsonl').read_text().splitlines(keepends=True)
         (folder/'metrics.jsonl').write_text(''.join(lines[:-5] + lines[-4:]))
-    with pytest.warns(UserWarning, match='metrics=.*: lines were damaged or lost; written again from a checkpoint'): edited(world, 'lose', lose)
+    edited(world, 'lose', lose)
     assert same(world/'lose', world/'done')
 
 def test_other_circumstances_are_said(world):
     torch.set_num_threads(2)
     try:
-        with pytest.warns(UserWarning, match='threads=2: .*checkpoints/gated was made with 1, and each sums up a part, so sums are rounded in another order'): edited(world, 'threads', unfinished)
+        with pytest.warns(UserWarning, match='threads=2: .*checkpoints/gated was made with 1, so sums are rounded in another order'): edited(world, 'threads', unfinished)
     finally: torch.set_num_threads(1)
 
 def test_another_start_is_another_training(world):
@@ -282,25 +270,15 @@ def test_another_start_is_another_training(world):
     train(make(), text, recipe, run_dir='start')
     with pytest.raises(ValueError, match='start=3: .*was made with 0'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
 
-@pytest.mark.parametrize('change', (dict(step=-3), dict(step=10**9), dict(step='x'), dict(best='x'), dict(phase='gated'), dict(recipe={'steps': 'x'}), dict(recipe=None)))
-def test_forged_states(world, change):
-    (recipe, text, make), name = small(), f'forged-{change}'.replace('/', '')
+@pytest.mark.parametrize('change', (dict(recipe=None), dict(mems=[1]), dict(optimizer0_settings=[]), dict(model=[1]), dict(log=[])))
+def test_what_is_no_state_of_this_training(world, change):
+    (recipe, text, make), name = small(), f'other-{[*change][0]}'
     train(make(), text, recipe, run_dir=name)
     newest = sorted((world/name/'checkpoints').iterdir())[-1]
     config, parts = checkpoint.load(newest)
     shutil.rmtree(newest)
-    checkpoint.save(newest, config | change, **parts)
-    with pytest.raises(OSError, match='checkpoint=.*: not a state of'): train(make(), text, recipe, run_dir=name, resume=True)
-
-@pytest.mark.parametrize('change', (dict(mems=[1]), dict(optimizer0={'x': torch.ones(1)}), dict(optimizer0_settings=dict(groups=[], state={})), dict(model=[1])))
-def test_forged_parts(world, change):
-    (recipe, text, make), name = small(), f'parts-{[*change][0]}'
-    train(make(), text, recipe, run_dir=name)
-    newest = sorted((world/name/'checkpoints').iterdir())[-1]
-    config, parts = checkpoint.load(newest)
-    shutil.rmtree(newest)
-    checkpoint.save(newest, config, **parts | change)
-    with pytest.raises(OSError, match='checkpoint=.*: not (a state of|tensors)'): train(make(), text, recipe, run_dir=name, resume=True)
+    checkpoint.save(newest, **dict(config=config, **parts) | (dict(config=config | change) if 'recipe' in change else change))
+    with pytest.raises(OSError, match='checkpoint=.*: .*; give '): train(make(), text, recipe, run_dir=name, resume=True)
 
 # ---- numbers that are none
 
@@ -436,7 +414,7 @@ def test_disk_full(world):
     line, = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
     assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'seconds.json') and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name != 'metrics.jsonl' and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
@@ -448,7 +426,7 @@ def test_disk_full(world):
 def shell(*args): return [sys.executable, '-m', 'allatt_prune', 'run', *args]
 
 def test_real_signals(world):
-    busy = dict(training=dict(save_every=0, valid_every=0), evaluation=dict(save_every=0, valid_every=1), saving=dict(save_every=1, valid_every=0))
+    busy = dict(training=dict(save_every=10, valid_every=0), evaluation=dict(save_every=10, valid_every=1), saving=dict(save_every=1, valid_every=0))
     common = dict(SMALL, steps=40, prune_steps=40, gate_steps=20)
     env = os.environ | dict(OMP_NUM_THREADS='1')
     def options(what): return [x for k, v in {**common, **busy[what], 'corpus': 'long.txt'}.items() for x in (f"--{k.replace('_', '-')}", str(v))]
