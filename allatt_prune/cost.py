@@ -29,7 +29,7 @@ def count_macs(
     batch: int = 1, # streams that share the relative keys
     *, keys: int|None = None, # context keys scored per query; None: S+T, as in plain attention
     cached: bool = False, # memory and relative keys need no projection
-    shares: list[float]|None = None # of the words in each band, which are read and scored; None: all logits of all words
+    shares: list[float]|None = None # of the words in each band, which are read and scored; None: all words
 ) -> dict[str, float]: # blocks, softmax, total: multiply-accumulates per token
     "Multiply-accumulates of a forward pass by arithmetic."
     cfg = getattr(cfg, 'cfg', cfg)

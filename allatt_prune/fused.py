@@ -177,6 +177,14 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
         dqws.append(rearrange(torch.bmm(ds, r), 'h (b c) d -> (h b) c d', c=c)); dr.baddbmm_(ds.mT, qwi)
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
 
+# %% ../nbs/03_fused.ipynb #2d8c1d0f
+def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> queries for content and for position, scaled
+    x = rearrange(q, '(h b) t d -> h b t d', h=len(u)) / q.shape[-1]**.5
+    return [rearrange(x + y[:, None, None] / q.shape[-1]**.5, 'h b t d -> (h b) t d') for y in (u, w)]
+
+def _fold(x, h): return rearrange(x, '(h b) t ... -> h (b t) ...', h=h) # streams behind each other
+def _unfold(x, t): return rearrange(x, 'h (b t) ... -> (h b) t ...', t=t)
+
 # %% ../nbs/03_fused.ipynb #66b01a85
 class _Attend(torch.autograd.Function): # q, k, v: (h·b ...); k and v begin with pad empty positions; r: furthest first
     @staticmethod
@@ -205,13 +213,6 @@ class _Attend(torch.autograd.Function): # q, k, v: (h·b ...); k and v begin wit
             dqp, dpk, dpv = KERNELS[kernel][1](*args)
             dq = dq + _unfold(dqp, q.shape[1])
         return dq, dk, dv, dr, du, dw, dpk, dpv, None, None
-
-def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> queries for content and for position, scaled
-    x = rearrange(q, '(h b) t d -> h b t d', h=len(u)) / q.shape[-1]**.5
-    return [rearrange(x + y[:, None, None] / q.shape[-1]**.5, 'h b t d -> (h b) t d') for y in (u, w)]
-
-def _fold(x, h): return rearrange(x, '(h b) t ... -> h (b t) ...', h=h) # streams behind each other
-def _unfold(x, t): return rearrange(x, 'h (b t) ... -> (h b) t ...', t=t)
 
 # %% ../nbs/03_fused.ipynb #02804e43
 def attend(

@@ -39,10 +39,10 @@ def in_turns(
     rounds = [[t.timeit(1).median * 1e3 for t in timers] for _ in range(repeats)]
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
-# %% ../nbs/14_timing.ipynb #be1e042d
+# %% ../nbs/14_timing.ipynb #fe37bedc
 def _memory(model, ids, z=None, cached=False): # what is left of ids when they have been read, segment by segment
     mems = model.start_cache(len(ids)) if cached else None
-    for segment in ids.split(model.cfg.seg_len, 1) if ids.numel() else (): mems = model(segment, mems=mems, z=z)[1]
+    for part in ids.split(model.cfg.seg_len, 1) if ids.numel() else (): mems = model.forward(part, mems=mems, z=z)[1]
     return mems
 
 def segment_job(
@@ -115,7 +115,7 @@ def matmul_job(device: str = 'cpu', dtype: torch.dtype = torch.float32) -> tuple
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     return (lambda: a @ b), size**3
 
-# %% ../nbs/14_timing.ipynb #496efe32
+# %% ../nbs/14_timing.ipynb #65870988
 def heads_kept(
     kept: list[float|list[int]], # of each pruned model: its share of the heads, or how many in each layer
     n_layer: int, n_head: int # of the whole model
@@ -126,8 +126,8 @@ def heads_kept(
         ok = len(k) == n_layer and 0 <= min(k) <= max(k) <= n_head if isinstance(k, list) else 0 <= k <= 1
         need(ok, 'kept', k, 'neither a share nor heads of each layer', f'give 0 to 1, or {n_layer} numbers to {n_head}')
         layers.append(k if isinstance(k, list) else (at < round(k*len(at))).unflatten(0, (n_layer, -1)).sum(1).tolist())
-    others = {0, n_layer * n_head, *map(sum, layers)}
-    need(len(others) == len(kept) + 2, 'kept', kept, 'two keep as many heads, or one all or none', 'give others')
+    counts = 0, n_layer * n_head, *map(sum, layers)
+    need(len(set(counts)) == len(counts), 'kept', kept, 'two keep as many heads, or one all or none', 'give others')
     return layers
 
 # %% ../nbs/14_timing.ipynb #7e031639
@@ -154,12 +154,13 @@ def _error(cfg, device, dtype): # norm of the difference to float64 over the nor
     pairs = zip(results(fused.attend, low), results(attention.attend, exact))
     return max(float((a.double() - b).detach().norm() / b.detach().norm()) for a, b in pairs if b.numel())
 
-# %% ../nbs/14_timing.ipynb #6dd120ba
+# %% ../nbs/14_timing.ipynb #efd8951a
 def _jobs(cfg, ids, layers, dtype, train, compiled): # job, attention, heads, MACs; and a function that makes the job
     def new(kind='fused', dtype=dtype, **changes):
         attend = attention.attend if 'plain' in kind else fused.attend
         model = LM(replace(cfg, **dict(dropout=0., attn_dropout=0.) | changes), attend).to(ids.device, dtype)
-        return torch.compile(model, dynamic=False) if 'compiled' in kind else model
+        if 'compiled' in kind: model.compile(dynamic=False)
+        return model
     def needed(cfg, **how): return count_macs(cfg, len(ids), keys=cfg.window, **how)['total'] * len(ids) * cfg.seg_len
     whole, macs, dropout = sum(cfg.layer_heads), needed(cfg), dict(dropout=.1, attn_dropout=.2)         # paper, §4.1.2
     for kind in ['fused', 'plain'] + ['fused compiled', 'plain compiled'] * compiled:

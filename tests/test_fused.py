@@ -84,6 +84,8 @@ def test_the_gpu_benchmark_runs_on_a_cpu_at_small_size(folder):
     assert found['environment']['torch'] == torch.__version__ and [s['recipe'] for s in found['shapes']] == ['wt103', 'text8']
     for shape in found['shapes']:
         assert shape['error'] < 1e-2 and all(r['ms'] > 0 for r in shape['rows'])
+        at = {(r['job'], r['attend'], r['heads']): r for r in shape['rows']}
+        assert at['train', 'plain', 4]['mb'] > at['read', 'plain', 4]['mb'] > at['read', 'fused', 2]['mb'] > 0
         assert f"- train, fused: share of the roofline: {shape['ratios']['train, fused: share of the roofline']:.3f}" in done.stdout
     if compiler:
         done = command(*SMALL, *'--kept 0.5 --compile --json compiled.json'.split(), cwd=folder)
@@ -93,7 +95,8 @@ def test_the_gpu_benchmark_runs_on_a_cpu_at_small_size(folder):
 REFUSED = [ # arguments, exit status, what the line must name
     ('--repeats 0', 2, 'repeats=0'), ('--repeats -1', 2, 'repeats=-1'), ('--repeats many', 2, 'repeats=many'),
     ('--warmup 0', 2, 'warmup=0'), ('--kept 1.01', 2, 'kept=1.01'), ('--kept -0.1', 2, 'kept=-0.1'), ('--kept nan', 2, 'kept=nan'),
-    ('--kept half', 2, 'kept=half'), ('--kept 4,4', 2, 'kept=[4, 4]'), ('--kept 5,', 2, 'kept=5,'), ('--recipe huge', 2, 'recipe=huge'),
+    ('--kept half', 2, 'kept=half'), ('--kept 1', 2, 'kept=[1.0]'), ('--kept 0.5 0.5', 2, 'kept=[0.5, 0.5]'),
+    ('--kept 4,4', 2, 'kept=[4, 4]'), ('--kept 5,', 2, 'kept=5,'), ('--recipe huge', 2, 'recipe=huge'),
     ('--device cuda:99', 2, 'device=cuda:99'), ('--dtype int8', 2, 'dtype=int8'), ('--lam 1', 2, 'argument=--lam'), ('--n-head 7', 2, 'n_head=7'),
     ('--json taken.json', 1, 'json=taken.json'), ('--json no/such.json', 1, 'json=no/such.json'), ('--json own.txt/x', 1, 'json=own.txt/x'),
     ('--batch 900', 1, 'corpus=own.txt'), ('--corpus no.txt', 1, 'corpus=no.txt'), ('surplus', 2, 'surplus')]
