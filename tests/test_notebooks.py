@@ -37,6 +37,7 @@ def test_notebook_links_exist():
         for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|svg|json))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
 
 def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
+    from allatt_prune.run import table
     recorded = json.loads((ROOT/'nbs'/'results'/'tiny.json').read_text(encoding='utf-8'))
     readme = (ROOT/'README.md').read_text(encoding='utf-8')
     for r in recorded['rows']:
@@ -46,7 +47,7 @@ def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
 
 def test_the_tables_of_books_are_those_of_their_files():
-    from allatt_prune.cli import table
+    from allatt_prune.run import table
     recorded = [json.loads((ROOT/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8')) for name in ('books-word', 'books')]
     outputs = [o['data'] for c in cells(ROOT/'nbs'/'experiments'/'books.ipynb') for o in c.get('outputs', []) if 'data' in o]
     assert [''.join(d['text/markdown']) for d in outputs if 'text/markdown' in d] == [table(r['rows']) for r in recorded]
