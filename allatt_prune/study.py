@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'BESIDE', 'command', 'outcome', 'finished', 'recorded', 'joint', 'made', 'sweep', 'markdown', 'by_seed',
-           'sweep_table', 'costs', 'between', 'seen']
+           'sweep_table', 'heads_table', 'costs', 'between', 'seen']
 
 # %% ../nbs/16_study.ipynb #fdd30733
 import json, shlex, statistics, time
@@ -50,7 +50,7 @@ def finished(
     run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline)
     return outcome(folder)
 
-# %% ../nbs/16_study.ipynb #ec04b333
+# %% ../nbs/16_study.ipynb #3b40fd21
 def recorded(
     file: str|Path, make # JSON; a function that makes the experiment
 ) -> dict: # its results, with environment (hardware, versions, commit) and the seconds that it took
@@ -70,15 +70,14 @@ def joint(parts: list[dict]) -> dict:
 
 def made(found: dict) -> str:
     "How results were made, in a line."
-    about = [f'{k} {x}' for k, x in found['environment'].items()]
-    return '; '.join([*about, f"{found['seconds']/60:.0f} minutes in all"])
+    return '; '.join(f'{k} {x}' for k, x in [*found['environment'].items(), ('minutes', round(found['seconds']/60))])
 
-# %% ../nbs/16_study.ipynb #10fadae8
+# %% ../nbs/16_study.ipynb #0d83a459
 def sweep(
     recipe: Recipe, folder: str|Path, # gets a run directory for each seed and lambda; goes on with those it has
     lams: list[float], # the first one's run also makes the baseline and the control of each seed
     seeds: list[int] = (0,)
-) -> list[dict]: # the `outcome` of each
+) -> dict: # environment, seconds; runs: the `outcome` of each
     "Baseline, control, and models pruned with several lambdas. Paper, Tables 1 and 2."
     found = []
     for seed in seeds:
@@ -87,7 +86,7 @@ def sweep(
             run_dir = Path(folder)/f'{seed}-{lam}'
             more = {} if run_dir == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
             found.append(finished(replace(recipe, seed=seed, lam=lam), run_dir, **more))
-    return found
+    return joint(found) | dict(runs=found)
 
 # %% ../nbs/16_study.ipynb #9068fdcb
 def markdown(head: list, rows: list[list], text: int = 1) -> str: # text: how many columns hold words and not numbers
@@ -116,17 +115,20 @@ def sweep_table(found: list[dict]) -> str:
     bits = f'valid {name}', f'test {name}', f'test {name} − control'
     return markdown(['', 'heads kept', 'block parameters', *bits], out)
 
-# %% ../nbs/16_study.ipynb #c88b9598
+# %% ../nbs/16_study.ipynb #aa60b4cd
+def heads_table(found: list[dict]) -> str:
+    "How many heads each layer kept, the first layer first."
+    rows = sorted((f['recipe']['lam'], f['recipe']['seed'], [sum(layer) for layer in f['keep']]) for f in found)
+    return markdown(['λ', 'seed', 'heads kept in each layer'], rows)
+
 def costs(found: list[dict]) -> dict[int, list[tuple]]:
     "By seed, from few heads removed to many: their share, the test score, and the test score of the control."
     pruned = [by_seed(found, 'pruned', lam) for lam in {f['recipe']['lam'] for f in found}]
     return {seed: sorted((1 - r[seed]['heads']/r[seed]['of'], r[seed]['test'], c['test']) for r in pruned)
             for seed, c in by_seed(found, 'control').items()}
 
-def between(
-    x: float, points: list[tuple] # (x, y)
-) -> float|None: # y; None beyond the ends
-    "Read off the straight lines that join points."
+def between(x: float, points: list[tuple]) -> float|None: # points: (x, y); None beyond their ends
+    "Read off y on the straight lines that join points."
     xs, ys = zip(*sorted(points))
     return float(np.interp(x, xs, ys)) if xs[0] <= x <= xs[-1] else None
 
