@@ -11,9 +11,10 @@ import json, shlex, statistics, time
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from .checkpoint import read, write_file
+from .checkpoint import verify, write_file
 from .resume import read_metrics
-from .run import MODELS, environment, pick_device, run
+from .run import MODELS, pick_device, run
+from .timing import environment
 from .recipe import Recipe, get_recipe
 
 # %% ../nbs/16_study.ipynb #91743c3b
@@ -37,7 +38,8 @@ SMALL = dict(corpus='pydocs', n_layer=1, d_model=32, n_persistent=16, seg_len=16
 # %% ../nbs/16_study.ipynb #68c25c37
 def outcome(run_dir: str|Path) -> dict:
     "A finished run in short: its report, and each phase's curve of steps, losses and, if gated, expected open heads."
-    curves, report = {}, json.loads(read(run_dir, 'report.json', 'run_dir'))
+    verify(run_dir, 'run_dir')
+    curves, report = {}, json.loads((Path(run_dir)/'report.json').read_bytes())
     for r in read_metrics(run_dir):
         opened = [round(sum(map(sum, r['open_prob'])), 2)] if 'open_prob' in r else []
         curves.setdefault(r['phase'], []).append([r['step'], round(r['loss'], 4), *opened])
