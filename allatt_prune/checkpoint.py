@@ -125,7 +125,6 @@ def load(path: str|Path) -> tuple[dict, dict]: # config, and the other parts by 
     if 'config.json' not in files: raise OSError(f'checkpoint={path}: no config.json there; give the folder of a model')
     for file in files:
         (name, kind), data = file.split('.'), (path/file).read_bytes()
-        if kind == 'md': continue # the model card
         try: parts[name] = safetensors.torch.load(data) if kind == 'safetensors' else json.loads(data)
         except (ValueError, RecursionError, safetensors.SafetensorError) as e:
             raise OSError(f'checkpoint={path}: {file} is not {kind}; give a folder that save wrote') from e

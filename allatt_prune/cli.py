@@ -172,7 +172,7 @@ def _download(args, _):
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
     print(visible(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
 
-# %% ../nbs/17_cli.ipynb #b74b6e2a
+# %% ../nbs/17_cli.ipynb #a9e85e7c
 def _run(argv):
     args, unknown = _parser().parse_known_args(argv)
     need(args.command, 'command', '', 'missing', 'give allatt-prune run, train, prune, evaluate, time or download')
@@ -196,6 +196,7 @@ def _message(e): # one line
     if isinstance(e, OSError) and text.startswith('[Errno'):
         thing = f'file={e.filename}' if e.filename else f'system={errno.errorcode[e.errno]}'
         text = f"{thing}: {e.strerror}; {'make room' if e.errno == errno.ENOSPC else 'check the path'}"
+    if m := re.search(r'allocate (\d+) bytes', text): text = f'memory={m[1]}: more bytes than there are; give smaller sizes'
     return _short(visible(text if isinstance(e, (ValueError, OSError)) else text.splitlines()[0]))
 
 @contextlib.contextmanager

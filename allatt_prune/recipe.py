@@ -110,10 +110,10 @@ def lr_at(
     done = (step - r.warmup) / (r.cosine_steps or max(1, r.steps - 1 - r.warmup))
     return r.lr_min + (r.lr - r.lr_min) * (1 + math.cos(math.pi * min(1, done))) / 2
 
-# %% ../nbs/06_recipe.ipynb #9b27505c
+# %% ../nbs/06_recipe.ipynb #6ae408bc
 def _lamb(params, lr):
     from pytorch_optimizer import Lamb                         # imported here, because it takes a second
-    return Lamb(params, lr=lr, weight_decay=0., adam_debias=True) # by default its steps are divided by 1 - 0.9^t
+    return Lamb(params, lr=lr, weight_decay=0., adam_debias=True) # else its steps are divided by 1 - 0.9^t
 
 class _ByLayer: # LAMB for gates: each layer's row is a tensor with a norm of its own
     def __init__(self, gates, lr):

@@ -98,7 +98,7 @@ def table(
              f"| {r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows]
     return '\n'.join([f"| | {' | '.join(head)} |", '|---' + '|---:'*len(head) + '|', *lines])
 
-# %% ../nbs/15_run.ipynb #2de0cc93
+# %% ../nbs/15_run.ipynb #09731ea9
 def _png(fig):
     import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
     fig.savefig(out := io.BytesIO(), format='png', dpi=80)
@@ -138,8 +138,7 @@ def _card(folder, text): # the model card of a saved model
     front = '---\nlibrary_name: allatt_prune\ntags: [language-modeling, pruning, all-attention]\n---\n'
     use = f"```python\nfrom allatt_prune.model import LM\nmodel = LM.from_pretrained('{folder.name}')\n```\n"
     card = f'{front}\n# {folder.name}\n\n{use}\nIts row is *{folder.name}*:\n\n{text}'
-    checkpoint.write_file(folder/'README.md', card.encode())
-    checkpoint.seal(folder, [*checkpoint.verify(folder), 'README.md'])
+    checkpoint.write_file(folder/'README.md', card.encode())   # not in the manifest: without it the model is whole, too
 
 # %% ../nbs/15_run.ipynb #025c734f
 def pick_device(
@@ -169,7 +168,7 @@ def parallel(
     yield device
     if world > 1: dist.destroy_process_group()
 
-# %% ../nbs/15_run.ipynb #e3d59a66
+# %% ../nbs/15_run.ipynb #e313f0b7
 def _stored(run_dir, name): # a JSON file of a run
     try: return json.loads(checkpoint.read(run_dir, name, 'run_dir'))
     except FileNotFoundError as e:
@@ -198,15 +197,13 @@ def alone(
     finally: lock.release()
 
 def _finished(run_dir, models): # the rows of a run that is finished, with all its models undamaged; else None
-    if not (run_dir/'report.json').exists() or not all((run_dir/name).exists() for name in models): return None
+    if not all((run_dir/name).exists() for name in models): return None
     for name in models: checkpoint.verify(run_dir/name)
-    try:
-        checkpoint.verify(run_dir)
-        rows = _stored(run_dir, 'report.json')['rows']
+    try: rows = _stored(run_dir, 'report.json')['rows'] if 'report.json' in checkpoint.verify(run_dir) else []
     except OSError as e: return warnings.warn(f'{e}; the report is made again', stacklevel=3)
     return rows if {r['model'] for r in rows} >= set(models) else None
 
-# %% ../nbs/15_run.ipynb #348aeefd
+# %% ../nbs/15_run.ipynb #96f73aaf
 def _check(r, text): # what would only fail later
     world, n = Processes().size, r.batch * (r.mem_len + r.seg_len + 1)
     need(r.batch % world == 0, 'batch', r.batch, f'cannot be shared by {world} processes', 'give a multiple')
@@ -255,9 +252,7 @@ def run(
     with alone(run_dir):
         if resume and world.rank == 0: write_metrics(run_dir, read_log(run_dir)['records'])
         if resume and (rows := _finished(run_dir, models)): return rows
-        if world.rank == 0:
-            (run_dir/'report.json').unlink(missing_ok=True)                     # it will be made again
-            checkpoint.seal(run_dir, ['recipe.json', 'corpus.json'])
+        if world.rank == 0: checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # a report will be made again
         found, gates = prune_path(recipe, text, run_dir, device, models)
         return _report(found, gates, recipe, text, run_dir, device)
 

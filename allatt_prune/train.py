@@ -92,14 +92,14 @@ class Training:
         if not hasattr(self.gates, 'open_prob'): return rec
         return rec | dict(open_prob=[[round(p, 4) for p in row] for row in self.gates.open_prob().tolist()])
 
-# %% ../nbs/07_train.ipynb #4ac39385
+# %% ../nbs/07_train.ipynb #b9b8e9da
 def train_steps(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read
     recipe: Recipe, # the schedule (the shape is the model's); with gates, that of recipe.pruning()
-    gates: nn.Module|None = None, # () -> z (l h), open_mask(), freeze(); frozen after recipe.gate_steps
-    *, lr: Callable|None = None, # of the step -> learning rate; None: `lr_at`
-    penalty: Callable|None = None, # of gates and step -> (); None: `l0_penalty`
+    gates: nn.Module|None = None, # see 05_gates; frozen after recipe.gate_steps
+    *, lr: Callable|None = None, # of the step, from 0 -> learning rate; None: `lr_at`
+    penalty: Callable|None = None, # of gates and step -> (), nats; until gates are frozen. None: `l0_penalty`
     text_loss: Callable = text_loss, # of model, x, y, mems, z -> nats per token, new memory
     start: int = 0, # segment of the streams to begin with
     world: OneProcess = OneProcess(),
@@ -107,32 +107,36 @@ def train_steps(
 ) -> Iterator[Training]: # after every step
     "The training loop, of the baseline and of pruning. FloatingPointError if it diverges. Paper, §3.3, §4.1.2."
     check_ids(corpus.train, model, corpus.name)
+    has = penalty or gates is None or hasattr(gates, 'l0')
+    need(has, 'penalty', None, 'these gates have no l0()', 'give a function of gates and step')
     r = recipe if gates is None else recipe.pruning()
-    t = training or Training(model, gates, make_optimizers(model, gates, r))
-    first, device, parts = t.step, model.pos.device, [model] if gates is None else [model, gates]
+    now = training or Training(model, gates, make_optimizers(model, gates, r))
     goal = Objective(model, gates, r, text_loss, penalty or l0_penalty(r))
-    streams = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
+    streams, lr = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), lr or partial(lr_at, r=r)
+    first, device, parts = now.step, model.pos.device, [model] if gates is None else [model, gates]
     for part in parts: part.train()
     for step in range(first, r.steps):
-        if gates is not None and step >= r.gate_steps: gates.freeze()
-        if step in (first, r.gate_steps): net = world.wrap(goal)    # anew, as frozen gates have no gradient
-        if (at := (start + step) % len(streams)) == 0: t.mems = None
+        if step in (first, r.gate_steps):
+            if gates is not None and step >= r.gate_steps: gates.freeze()
+            net = world.wrap(goal)                             # anew, as frozen gates have no gradient
+        at = (start + step) % len(streams)
+        if at == 0: now.mems = None
         x, y = (world.share(a).to(device) for a in streams[at])
         with torch.autocast(device.type, torch.bfloat16, enabled=r.dtype == 'bfloat16'):
-            loss, nll, t.mems = net(x, y, t.mems, step, world.rank)
-        for o in t.optimizers: o.zero_grad()
+            loss, nll, now.mems = net(x, y, now.mems, step, world.rank)
+        for o in now.optimizers: o.zero_grad()
         loss.backward()
         norms = [nn.utils.clip_grad_norm_(model.parameters(), r.clip)]
         if gates is not None: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
         nll, norm, bad = world.sums(nll, norms[0], sum(~n.isfinite() for n in norms))
-        t.loss, t.grad_norm, t.lr = nll / world.size, norm / world.size, (lr or partial(lr_at, r=r))(step)
+        now.loss, now.grad_norm, now.lr = nll / world.size, norm / world.size, lr(step)
         if bad or not math.isfinite(nll):
-            raise FloatingPointError(f'loss={t.loss}: diverged at step {step}, gradient norm {t.grad_norm}; '
+            raise FloatingPointError(f'loss={now.loss}: diverged at step {step}, gradient norm {now.grad_norm}; '
                                      'give a smaller learning rate or lam')
-        t.optimizers[0].param_groups[0]['lr'] = t.lr
-        for o in t.optimizers: o.step()
-        t.step = step + 1
-        yield t
+        now.optimizers[0].param_groups[0]['lr'] = now.lr
+        for o in now.optimizers: o.step()
+        now.step = step + 1
+        yield now
     if gates is not None: gates.freeze()
 
 # %% ../nbs/07_train.ipynb #06131836
