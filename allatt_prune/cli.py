@@ -92,7 +92,7 @@ def _kept(text): # 0.57 or 8,3,7
         fix = 'give a number from 0 to 1, or heads of each layer as 8,3,7'
         raise ValueError(f'kept={text}: not a share of the heads; {fix}') from None
 
-# %% ../nbs/17_cli.ipynb #e5fc45a8
+# %% ../nbs/17_cli.ipynb #be313b7d
 def _vocabulary(folder, parts): # of a saved model: unit, symbols; None if it was saved without
     try: return 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols']) or None
     except (KeyError, TypeError): raise OSError(f'checkpoint={folder}: vocab.json is damaged; save it again') from None
@@ -134,6 +134,8 @@ def _train(args, changes): # run, train, prune
     baseline = args.model if args.command == 'prune' and not args.resume else None
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline)
+        kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
+        if kept in (0, 1): warnings.warn(f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one')
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
         if Processes().rank == 0: print(table(rows), visible(left), sep='\n\n')
 

@@ -203,7 +203,7 @@ def _finished(run_dir, models): # the rows of a run that is finished, with all i
     except OSError as e: return warnings.warn(f'{e}; the report is made again', stacklevel=3)
     return rows if {r['model'] for r in rows} >= set(models) else None
 
-# %% ../nbs/15_run.ipynb #96f73aaf
+# %% ../nbs/15_run.ipynb #9dafdcbf
 def _check(r, text): # what would only fail later
     world, n = Processes().size, r.batch * (r.mem_len + r.seg_len + 1)
     need(r.batch % world == 0, 'batch', r.batch, f'cannot be shared by {world} processes', 'give a multiple')
@@ -263,9 +263,6 @@ def _report(found, gates, recipe, text, run_dir, device): # the rows
     rows = measure(models, text, recipe.batch, recipe.eval_tokens)
     keep = None if gates is None else gates.open_mask().cpu()
     if not rows: return rows                                   # the first process has them
-    if gates is not None and keep.sum() in (0, keep.numel()):
-        what, fix = ('no head was', 'more') if keep.all() else ('all heads were', 'less')
-        warnings.warn(f'lam={recipe.lam:g}: {what} removed; give {fix}', stacklevel=3)
     log = read_log(run_dir)
     about = dict(recipe=asdict(recipe), corpus=visible(Path(text.name).name), unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'])
