@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from .data import need
 
 # %% ../nbs/05_gates.ipynb #4a6545d6
-BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature; stretch as in arXiv 1712.01312, whose beta is 2/3
+BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature, from the authors' code; stretch, from arXiv 1712.01312
 
 def bin_concrete(
     log_alpha: Tensor # pi, any shape
@@ -84,11 +84,11 @@ def l0(self: HeadGates) -> Tensor:
     return (self.log_alpha.sigmoid() if self.exact else l0_prob(self.log_alpha)).sum()
 @patch
 def open_prob(self: HeadGates) -> Tensor:
-    "P(g=1) of every gate, (l h)."
+    "P(g=1) of every gate, (l h); no gradient."
     return self.log_alpha.detach().sigmoid()
 @patch
 def expected_open(self: HeadGates) -> Tensor:
-    "Expected number of open heads."
+    "Expected number of open heads; no gradient."
     return self.open_prob().sum()
 
 # %% ../nbs/05_gates.ipynb #207e1cdf
