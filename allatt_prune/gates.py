@@ -107,7 +107,7 @@ def plot_gates(
     freeze: int|None = None # step at which the gates were frozen
 ):
     "Open probability of every gate over the steps, one panel per layer."
-    import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
+    import matplotlib.pyplot as plt # here, because it takes a third of a second
     probs = np.asarray(probs)
     _, n, h = probs.shape
     fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
@@ -118,7 +118,8 @@ def plot_gates(
             ax.axvline(freeze, c='k', ls=':', lw=1)
             ax.text(freeze, .5, ' frozen', fontsize=7)
     axes[0, 0].set_ylabel('P(open)')
-    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False, fontsize=7, title_fontsize=7)
+    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False,
+              fontsize=7, title_fontsize=7)
     fig.tight_layout()
     return fig
 
