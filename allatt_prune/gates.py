@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from .data import need
 
 # %% ../nbs/05_gates.ipynb #4a6545d6
-BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature; stretch as in arXiv 1712.01312, whose beta is 2/3
+BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature, from the authors' code; stretch, from arXiv 1712.01312
 
 def bin_concrete(
     log_alpha: Tensor # pi, any shape
@@ -84,11 +84,11 @@ def l0(self: HeadGates) -> Tensor:
     return (self.log_alpha.sigmoid() if self.exact else l0_prob(self.log_alpha)).sum()
 @patch
 def open_prob(self: HeadGates) -> Tensor:
-    "P(g=1) of every gate, (l h)."
+    "P(g=1) of every gate, (l h); no gradient."
     return self.log_alpha.detach().sigmoid()
 @patch
 def expected_open(self: HeadGates) -> Tensor:
-    "Expected number of open heads."
+    "Expected number of open heads; no gradient."
     return self.open_prob().sum()
 
 # %% ../nbs/05_gates.ipynb #207e1cdf
@@ -107,7 +107,7 @@ def plot_gates(
     freeze: int|None = None # step at which the gates were frozen
 ):
     "Open probability of every gate over the steps, one panel per layer."
-    import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
+    import matplotlib.pyplot as plt # here, because it takes a third of a second
     probs = np.asarray(probs)
     _, n, h = probs.shape
     fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
@@ -118,7 +118,8 @@ def plot_gates(
             ax.axvline(freeze, c='k', ls=':', lw=1)
             ax.text(freeze, .5, ' frozen', fontsize=7)
     axes[0, 0].set_ylabel('P(open)')
-    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False, fontsize=7, title_fontsize=7)
+    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False,
+              fontsize=7, title_fontsize=7)
     fig.tight_layout()
     return fig
 
