@@ -42,7 +42,7 @@ def write_file(path: str|Path, data: bytes): # a link of that name is replaced, 
         _sync(tmp)
         os.replace(tmp, path)
         _sync(path.parent)
-    except OSError as e: raise OSError(e.errno, f'{e.strerror}, writing {len(data):,} bytes') from e
+    except OSError as e: raise OSError(e.errno, f'{e.strerror}, writing {len(data):,} bytes', str(path)) from e
     finally: tmp.unlink(missing_ok=True)
 
 # %% ../nbs/10_checkpoint.ipynb #da5ee3c5
@@ -140,15 +140,16 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else may w
               phase: str, # of the training
               step: int, # steps done
               config: dict, **parts): # as for `save`; the name is kept in the configuration
-    "Save `phase-step`, read it back, then delete all of ours but this and the newest before it that is undamaged."
+    "Save `phase-step`, read it back, then delete ours but the newest of each phase and the sound one before this."
     path = Path(folder)/f'{phase}-{step:08d}'
     if saved_steps(folder): sweep(folder)
     if os.path.lexists(path): os.rename(path, f'{path}.damaged-{secrets.token_hex(4)}')
     save(path, dict(config, name=path.name), **parts)
     verify(path)
     before = next((p for n, p in reversed(saved_steps(folder, phase)) if n < step and _ours(p)), None)
-    for _, p in saved_steps(folder) if before else (): # the first of a phase leaves those of the phase before alone
-        if p in (path, before) or not _ours(p): continue
+    newest = {p.name.partition('-')[0]: p for _, p in saved_steps(folder)} # of every phase
+    for _, p in saved_steps(folder) if before else ():
+        if p in (before, *newest.values()) or not _ours(p): continue
         os.rename(p, tmp := _beside(p)) # if killed here, it is for `sweep`
         shutil.rmtree(tmp)
 

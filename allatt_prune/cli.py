@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPE', 'FIELDS', 'KINDS', 'main']
 
-# %% ../nbs/17_cli.ipynb #87a6ef66
+# %% ../nbs/17_cli.ipynb #78990def
 import argparse, contextlib, errno, json, os, re, signal, sys, threading, time, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from .data import DataError, need, visible, vocab_hash
 from .gates import HeadGates
 from .model import LM, LMConfig
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
-from .resume import Processes, Stopped, same_recipe
+from .resume import Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, table
 from .timing import environment, heads_kept, time_recipe, time_table
 from .train import evaluate
@@ -92,7 +92,7 @@ def _kept(text): # 0.57 or 8,3,7
         fix = 'give a number from 0 to 1, or heads of each layer as 8,3,7'
         raise ValueError(f'kept={text}: not a share of the heads; {fix}') from None
 
-# %% ../nbs/17_cli.ipynb #be313b7d
+# %% ../nbs/17_cli.ipynb #280275b8
 def _vocabulary(folder, parts): # of a saved model: unit, symbols; None if it was saved without
     try: return 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols']) or None
     except (KeyError, TypeError): raise OSError(f'checkpoint={folder}: vocab.json is damaged; save it again') from None
@@ -122,14 +122,18 @@ def _to_prune(args, changes): # the recipe for a trained model
 
 def _train(args, changes): # run, train, prune
     need(args.run_dir != '', 'run_dir', '', 'no name', 'give that of a folder to create')
-    args.recipe = args.recipe or getattr(args, 'name', None)
+    name = getattr(args, 'name', None)
+    need(not name or args.recipe in (None, name), 'recipe', args.recipe, f'{name} is named, too', 'give one')
+    args.recipe = args.recipe or name
     run_dir = Path(args.run_dir or ('runs/pruned' if args.command == 'prune' else f"runs/{args.recipe or 'tiny'}"))
     models = dict(train=MODELS[:1], prune=('baseline', 'gated', 'pruned')).get(args.command, MODELS)
     if args.resume:
         was = stored_recipe(run_dir)
         named = args.recipe and args.command != 'prune'
         recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if named else was, **changes)
-        same_recipe(was, recipe, run_dir)
+        if given := getattr(args, 'model', None):
+            same = checkpoint.read(given, 'model.safetensors') == checkpoint.read(run_dir/'baseline', 'model.safetensors')
+            need(same, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
     with parallel(args.device) as device:

@@ -37,7 +37,7 @@ class LMConfig:
     heads: list|None = None # heads kept in each layer; None: all
 
     positive = 'vocab', 'n_layer', 'd_model', 'n_head', 'seg_len' # fields that must not be 0
-    signed = 'gate_init', # fields that may be negative; this one is of the recipe, which inherits this class
+    signed = () # fields that may be negative
 
     def __post_init__(self):
         for f in fields(self): setattr(self, f.name, checked(self, f.name, f.type))

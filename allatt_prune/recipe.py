@@ -14,7 +14,7 @@ from .data import need
 from .gates import HeadGates
 from .model import LM, LMConfig
 
-# %% ../nbs/06_recipe.ipynb #1f6a2fe6
+# %% ../nbs/06_recipe.ipynb #6a0a30ac
 @dataclass
 class Recipe(LMConfig):
     "All settings of a run: the shape of the model and its training. Defaults: text8 as in the paper."
@@ -47,6 +47,7 @@ class Recipe(LMConfig):
     valid_every: int = 4000 # steps between validations while training; 0: none
     eval_tokens: int = 0 # validation and test text are cut to so many tokens; 0: not at all
     positive = LMConfig.positive + ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip')
+    signed = 'gate_init', # fields that may be negative
 
     def __post_init__(self):
         self.corpus = str(self.corpus)                         # a Path, too

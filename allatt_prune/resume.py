@@ -95,7 +95,7 @@ def write_metrics(
     "Write metrics.jsonl anew."
     checkpoint.write_file(Path(run_dir)/'metrics.jsonl', ''.join(json.dumps(r) + '\n' for r in records).encode())
 
-# %% ../nbs/12_resume.ipynb #38bb5956
+# %% ../nbs/12_resume.ipynb #94bdff16
 def _pack(opt): # an optimizer's state: tensors by name, and what is not a tensor
     state = opt.state_dict()
     flat = {f'{i}.{k}': v for i, s in state['state'].items() for k, v in s.items()}
@@ -121,9 +121,9 @@ def same_recipe(
     "ValueError that names the first setting in which they differ."
     for f, old in asdict(was).items():
         new = getattr(now, f)
-        need(old == new or f == 'corpus', f, new, f'{where} was made with {old}', 'give the same, or leave it out')
+        need(old == new or f == 'corpus', f, new, f'{where} was made with {old!r}', 'give the same, or leave it out')
 
-# %% ../nbs/12_resume.ipynb #3cac877b
+# %% ../nbs/12_resume.ipynb #96e5d614
 @dataclass
 class Log:
     "What the driver of a training knows besides its state."
@@ -135,12 +135,16 @@ class Log:
     records: list = field(default_factory=list) # so far, of all phases
     best: float|None = None # lowest validation loss, nats per token
     seconds: dict = field(default_factory=dict) # of training, by phase
+    keep: dict = field(default_factory=dict) # modules to be saved with the training, by name
     def mine(self) -> list[dict]: return [r for r in self.records if r['phase'] == self.phase] # of this phase
 
 def _here(world): return dict(threads=torch.get_num_threads(), processes=world.size) # on which the last bits depend
 
+def _modules(t, log): # by name
+    return {k: m for k, m in dict(model=t.model, gates=t.gates, **log.keep).items() if m is not None}
+
 def _save(t, log, world):
-    parts = {name: m.state_dict() for name, m in dict(model=t.model, gates=t.gates).items() if m is not None}
+    parts = {name: m.state_dict() for name, m in _modules(t, log).items()}
     if t.mems is not None: parts['mems'] = dict(mems=world.joined(t.mems))
     for i, o in enumerate(t.optimizers): parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'] = _pack(o)
     for name, tensors in parts.items():
@@ -166,8 +170,7 @@ def _restore(t, log, world): # was there a checkpoint of this phase?
         need(config['start'] == log.start, 'start', log.start, f"{path} was made with {config['start']}", 'give that')
         if config['text'] != text_id(log.corpus):
             raise DataError(f'corpus={log.corpus.name}: not the text that {path} was trained on; give that')
-        for name, m in dict(model=t.model, gates=t.gates).items():
-            if m is not None: checkpoint.fit(m, parts[name], path)
+        for name, m in _modules(t, log).items(): checkpoint.fit(m, parts[name], path)
         for i, o in enumerate(t.optimizers): _unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
         if 'mems' in parts: t.mems = parts['mems']['mems'].chunk(world.size, 1)[world.rank].to(t.model.pos.device)
         for k in ('step', 'loss', 'grad_norm', 'lr'): setattr(t, k, config[k])
@@ -189,7 +192,7 @@ def _begin(t, log, resume, world): # the state and the records to go on from
         raise FileExistsError(f'run_dir={log.run_dir}: holds a training called {log.phase}; give resume=True, '
                               'or another folder')
 
-# %% ../nbs/12_resume.ipynb #43ad9457
+# %% ../nbs/12_resume.ipynb #e68da41e
 def _look(t, log, world): # record, and validation, if they are due; False if a signal ended the validation
     r, more = log.recipe if t.gates is None else log.recipe.pruning(), {}
     if r.valid_every and t.step % r.valid_every == 0 and len(log.corpus.valid) > 1:
@@ -216,6 +219,7 @@ def train(
     start: int = 0, # segment of the streams to begin with
     resume: bool = False, # go on from the newest checkpoint of this phase in run_dir, if there is one
     after: Callable|None = None, # called with the `Training` after every step
+    keep: dict[str, nn.Module]|None = None, # modules that `after` changes, by name: saved and restored, too
     **hooks # lr, penalty, text_loss of `train_steps`
 ) -> list[dict]: # records of this phase, as from `read_metrics`
     "`train.train`, which can be killed and resumed. `Stopped` after a signal, FloatingPointError if it diverges."
@@ -223,7 +227,7 @@ def train(
     need(re.fullmatch(r'\w+', phase), 'phase', phase, 'not a name', 'give letters and digits')
     need(not resume or run_dir is not None, 'resume', True, 'nothing to go on from', 'give run_dir')
     t = Training(model, gates, make_optimizers(model, gates, r))
-    log = Log(run_dir and Path(run_dir), phase, recipe, corpus, start)
+    log = Log(run_dir and Path(run_dir), phase, recipe, corpus, start, keep=keep or {})
     with Signals() as signals:
         world = Processes(signals)
         need(r.batch % world.size == 0, 'batch', r.batch, f'cannot be shared by {world.size} processes',

@@ -98,7 +98,7 @@ def table(
              f"| {r['ms']:.1f} ± {r['spread']/2:.1f} | {r['speedup']:.2f}x | {r['ideal']:.2f}x |" for r in rows]
     return '\n'.join([f"| | {' | '.join(head)} |", '|---' + '|---:'*len(head) + '|', *lines])
 
-# %% ../nbs/15_run.ipynb #09731ea9
+# %% ../nbs/15_run.ipynb #3d8db2ec
 def _png(fig):
     import matplotlib.pyplot as plt                            # here, because a third of a second goes into it
     fig.savefig(out := io.BytesIO(), format='png', dpi=80)
@@ -116,8 +116,9 @@ def write_report(
     r, unit, figures, said = about['recipe'], about['unit'], {}, [f"Seed {about['recipe']['seed']}."]
     if keep is not None:
         said += [f"Lambda {r['lam']}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
-        probs, steps = zip(*((rec['open_prob'], rec['step']) for rec in records))
-        figures = {'heads.png': _png(plot_heads(keep)), 'gates.png': _png(plot_gates(probs, steps, r['gate_steps']))}
+        probs, steps = ([rec[k] for rec in records] for k in ('open_prob', 'step'))
+        figures = {'heads.png': _png(plot_heads(keep))}
+        if records: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
     said += [f"*control* is the baseline trained on for {r['prune_steps']} steps without gates. "
              f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
              '± is half the distance between the quartiles.',
@@ -168,12 +169,12 @@ def parallel(
     yield device
     if world > 1: dist.destroy_process_group()
 
-# %% ../nbs/15_run.ipynb #e313f0b7
+# %% ../nbs/15_run.ipynb #05766a8b
 def _stored(run_dir, name): # a JSON file of a run
     try: return json.loads(checkpoint.read(run_dir, name, 'run_dir'))
     except FileNotFoundError as e:
         fix = 'leave out --resume, or give the folder of a run'
-        raise FileNotFoundError(f'run_dir={run_dir}: no {name} of a run there, so none to resume; {fix}') from e
+        raise FileNotFoundError(f'run_dir={run_dir}: no manifest.json with {name} there, so no run; {fix}') from e
 
 def stored_recipe(
     run_dir: str|Path
@@ -192,7 +193,8 @@ def alone(
         except Timeout as e:
             raise OSError(f'run_dir={run_dir}: another process works there; wait for it, or choose another one') from e
         except OSError as e: raise OSError(f'run_dir={run_dir}: .lock: {e.strerror}; delete it') from e
-        checkpoint.sweep(run_dir)
+        for p in [run_dir, *run_dir.iterdir()]:
+            if p.is_dir() and not p.is_symlink(): checkpoint.sweep(p)
     try: yield
     finally: lock.release()
 

@@ -92,7 +92,7 @@ class Training:
         if not hasattr(self.gates, 'open_prob'): return rec
         return rec | dict(open_prob=[[round(p, 4) for p in row] for row in self.gates.open_prob().tolist()])
 
-# %% ../nbs/07_train.ipynb #b9b8e9da
+# %% ../nbs/07_train.ipynb #2b57ced8
 def train_steps(
     model: LM, # trained in place
     corpus: Corpus, # its training split is read
@@ -114,8 +114,8 @@ def train_steps(
     goal = Objective(model, gates, r, text_loss, penalty or l0_penalty(r))
     streams, lr = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), lr or partial(lr_at, r=r)
     first, device, parts = now.step, model.pos.device, [model] if gates is None else [model, gates]
-    for part in parts: part.train()
     for step in range(first, r.steps):
+        for part in parts: part.train()
         if step in (first, r.gate_steps):
             if gates is not None and step >= r.gate_steps: gates.freeze()
             net = world.wrap(goal)                             # anew, as frozen gates have no gradient
@@ -129,7 +129,7 @@ def train_steps(
         norms = [nn.utils.clip_grad_norm_(model.parameters(), r.clip)]
         if gates is not None: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
         nll, norm, bad = world.sums(nll, norms[0], sum(~n.isfinite() for n in norms))
-        now.loss, now.grad_norm, now.lr = nll / world.size, norm / world.size, lr(step)
+        now.loss, now.grad_norm, now.lr = nll / world.size, norm / world.size, float(lr(step))
         if bad or not math.isfinite(nll):
             raise FloatingPointError(f'loss={now.loss}: diverged at step {step}, gradient norm {now.grad_norm}; '
                                      'give a smaller learning rate or lam')
@@ -139,11 +139,11 @@ def train_steps(
         yield now
     if gates is not None: gates.freeze()
 
-# %% ../nbs/07_train.ipynb #06131836
+# %% ../nbs/07_train.ipynb #5d8b033a
 def train(
     model: LM, corpus: Corpus, recipe: Recipe, gates: nn.Module|None = None, # as for `train_steps`
-    run_dir: str|None = None, # folder for records and checkpoints: `resume.train` is the driver then
-    **how # as for `train_steps`, or for `resume.train`
+    run_dir: str|None = None, # folder for records and checkpoints: then `resume.train` is the driver
+    **how # as for `train_steps`; with run_dir, as for `resume.train`
 ) -> list[dict]: # records, one per recipe.log_every steps, and of the last step
     "Drive the loop to its end."
     if run_dir is not None:
