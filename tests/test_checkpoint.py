@@ -29,8 +29,8 @@ def test_only_what_we_wrote_is_deleted(tmp_path):
     assert state(outside) == before
     after = state(here)
     assert {k: after.get(k) for k in theirs} == theirs
-    assert sorted({k.split('/')[0] for k in after} - {k.split('/')[0] for k in theirs}) == ['later-00000100', 'later-00000200']
-    assert newest(here, "gated") is None
+    assert sorted({k.split('/')[0] for k in after} - {k.split('/')[0] for k in theirs}) == ['gated-00000400', 'later-00000100', 'later-00000200']
+    assert newest(here, 'gated')[0]['step'] == 400                         # the newest of every phase stays
 
 def test_a_file_that_was_put_into_a_checkpoint_keeps_it(tmp_path):
     steps(tmp_path, 100)
