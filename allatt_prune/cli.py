@@ -92,7 +92,7 @@ def _kept(text): # 0.57 or 8,3,7
         fix = 'give a number from 0 to 1, or heads of each layer as 8,3,7'
         raise ValueError(f'kept={text}: not a share of the heads; {fix}') from None
 
-# %% ../nbs/17_cli.ipynb #280275b8
+# %% ../nbs/17_cli.ipynb #fede0856
 def _vocabulary(folder, parts): # of a saved model: unit, symbols; None if it was saved without
     try: return 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols']) or None
     except (KeyError, TypeError): raise OSError(f'checkpoint={folder}: vocab.json is damaged; save it again') from None
@@ -132,14 +132,15 @@ def _train(args, changes): # run, train, prune
         named = args.recipe and args.command != 'prune'
         recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if named else was, **changes)
         if given := getattr(args, 'model', None):
-            same = checkpoint.read(given, 'model.safetensors') == checkpoint.read(run_dir/'baseline', 'model.safetensors')
-            need(same, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
+            mine, theirs = (checkpoint.read(path, 'model.safetensors') for path in (run_dir/'baseline', given))
+            need(mine == theirs, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline)
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
-        if kept in (0, 1): warnings.warn(f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one')
+        said = f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one'
+        if kept in (0, 1): warnings.warn(said)
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
         if Processes().rank == 0: print(table(rows), visible(left), sep='\n\n')
 
@@ -178,7 +179,7 @@ def _download(args, _):
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
     print(visible(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
 
-# %% ../nbs/17_cli.ipynb #a9e85e7c
+# %% ../nbs/17_cli.ipynb #1590acf3
 def _run(argv):
     args, unknown = _parser().parse_known_args(argv)
     need(args.command, 'command', '', 'missing', 'give allatt-prune run, train, prune, evaluate, time or download')
@@ -202,7 +203,8 @@ def _message(e): # one line
     if isinstance(e, OSError) and text.startswith('[Errno'):
         thing = f'file={e.filename}' if e.filename else f'system={errno.errorcode[e.errno]}'
         text = f"{thing}: {e.strerror}; {'make room' if e.errno == errno.ENOSPC else 'check the path'}"
-    if m := re.search(r'allocate (\d+) bytes', text): text = f'memory={m[1]}: more bytes than there are; give smaller sizes'
+    m = re.search(r'allocate (\d+) bytes', text)
+    if m: text = f'memory={m[1]}: more bytes than there are; give smaller sizes'
     return _short(visible(text if isinstance(e, (ValueError, OSError)) else text.splitlines()[0]))
 
 @contextlib.contextmanager

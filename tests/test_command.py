@@ -136,8 +136,8 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*OWN, '--run-dir', 'x' * 300], 1, 'File name too long'),
     ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a\\nb: '),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
-    ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no recipe.json of a run there, so none to resume'),
-    ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: no recipe.json of a run there, so none to resume'),
+    ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no manifest.json with recipe.json there, so no run'),
+    ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: no manifest.json with recipe.json there, so no run'),
 ]
 name_of = lambda case: ascii(' '.join(a[:40] for a in case[0] if a not in TOY)) or 'nothing'
 

@@ -565,7 +565,7 @@ def test_evaluate_refuses(trained, capfd):
     config, parts = checkpoint.load('r/gated')
     checkpoint.save('odd', config, **parts | dict(vocab=[]))
     command_refuses(capfd, 'evaluate odd --corpus a.txt', 'vocab.json is damaged')
-    command_refuses(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=(2, 5)', status=2)
+    command_refuses(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=[2, 5]', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)

@@ -160,7 +160,7 @@ def test_no_bit_of_what_a_run_began_with_can_change(world, file):
     for _ in range(30):
         path.write_bytes(flipped(data, rng))
         try: go(f'flip-{file}', resume=True)                                            # a wrong checksum of the report: it is made again
-        except OSError as e: refused += bool(re.search(f'run_dir=flip-{file}: .*(damaged|no (recipe|corpus).json|in format)', str(e)))
+        except OSError as e: refused += bool(re.search(f'run_dir=flip-{file}: .*(damaged|no manifest.json with (recipe|corpus).json)', str(e)))
         else:
             assert file == 'manifest.json'
             data = path.read_bytes()
@@ -249,7 +249,7 @@ def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
     assert same(world/'lost', world/'done')
     with pytest.raises(OSError, match='checkpoint=lost2/baseline: model.safetensors is damaged'): edited(world, 'lost2', lambda folder: (folder/'baseline'/'model.safetensors').write_text('xx'))
-    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
+    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no manifest.json with corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
 
 def test_lost_records_are_written_again(world):
     def lose(folder):
