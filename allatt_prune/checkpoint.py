@@ -147,9 +147,9 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else may w
     save(path, dict(config, name=path.name), **parts)
     verify(path)
     before = next((p for n, p in reversed(saved_steps(folder, phase)) if n < step and _ours(p)), None)
-    newest = {p.name.partition('-')[0]: p for _, p in saved_steps(folder)} # of every phase
+    last = {p.name.partition('-')[0]: p for _, p in saved_steps(folder)} # of every phase
     for _, p in saved_steps(folder) if before else ():
-        if p in (before, *newest.values()) or not _ours(p): continue
+        if p in (before, *last.values()) or not _ours(p): continue
         os.rename(p, tmp := _beside(p)) # if killed here, it is for `sweep`
         shutil.rmtree(tmp)
 

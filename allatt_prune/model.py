@@ -51,11 +51,17 @@ class LMConfig:
 
 # %% ../nbs/04_model.ipynb #eb1f65c6
 @patch(as_prop=True)
-def d_head(self: LMConfig): return self.d_model // self.n_head # width d of a head
+def d_head(self: LMConfig) -> int:
+    "Width d of a head."
+    return self.d_model // self.n_head
 @patch(as_prop=True)
-def layer_heads(self: LMConfig): return self.heads or [self.n_head] * self.n_layer # heads in each layer
+def layer_heads(self: LMConfig) -> list[int]:
+    "Heads in each layer."
+    return self.heads or [self.n_head] * self.n_layer
 @patch(as_prop=True)
-def window(self: LMConfig): return self.mem_len or self.seg_len # keys that a query sees
+def window(self: LMConfig) -> int:
+    "Keys that a query sees."
+    return self.mem_len or self.seg_len
 
 # %% ../nbs/04_model.ipynb #8777fffa
 class AllAttention(nn.Module):

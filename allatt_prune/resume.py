@@ -136,6 +136,7 @@ class Log:
     best: float|None = None # lowest validation loss, nats per token
     seconds: dict = field(default_factory=dict) # of training, by phase
     keep: dict = field(default_factory=dict) # modules to be saved with the training, by name
+    text: list|None = None # what `text_id` says of the corpus
     def mine(self) -> list[dict]: return [r for r in self.records if r['phase'] == self.phase] # of this phase
 
 def _here(world): return dict(threads=torch.get_num_threads(), processes=world.size) # on which the last bits depend
@@ -154,7 +155,7 @@ def _save(t, log, world):
                                          f'{t.step}; give a smaller learning rate or lam')
     numbers = {k: getattr(t, k) for k in ('step', 'loss', 'grad_norm', 'lr')}
     config = dict(phase=log.phase, **numbers, best=log.best, start=log.start, recipe=asdict(log.recipe),
-                  text=text_id(log.corpus), **_here(world))
+                  text=log.text, **_here(world))
     if world.rank == 0:
         checkpoint.save_step(log.run_dir/'checkpoints', log.phase, t.step, config, **parts,
                              log=dict(records=log.records, seconds=log.seconds))
@@ -168,7 +169,7 @@ def _restore(t, log, world): # was there a checkpoint of this phase?
     try:
         same_recipe(Recipe(**config['recipe']), log.recipe, path)
         need(config['start'] == log.start, 'start', log.start, f"{path} was made with {config['start']}", 'give that')
-        if config['text'] != text_id(log.corpus):
+        if config['text'] != log.text:
             raise DataError(f'corpus={log.corpus.name}: not the text that {path} was trained on; give that')
         for name, m in _modules(t, log).items(): checkpoint.fit(m, parts[name], path)
         for i, o in enumerate(t.optimizers): _unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
@@ -184,6 +185,7 @@ def _restore(t, log, world): # was there a checkpoint of this phase?
     return True
 
 def _begin(t, log, resume, world): # the state and the records to go on from
+    log.text = text_id(log.corpus)                             # once: it reads the whole text
     if resume and _restore(t, log, world): return
     found = read_log(log.run_dir)
     log.records, log.seconds = found['records'], found['seconds']

@@ -106,13 +106,13 @@ def train_steps(
     training: Training|None = None # to go on from
 ) -> Iterator[Training]: # after every step
     "The training loop, of the baseline and of pruning. FloatingPointError if it diverges. Paper, §3.3, §4.1.2."
-    check_ids(corpus.train, model, corpus.name)
     has = penalty or gates is None or hasattr(gates, 'l0')
     need(has, 'penalty', None, 'these gates have no l0()', 'give a function of gates and step')
     r = recipe if gates is None else recipe.pruning()
     now = training or Training(model, gates, make_optimizers(model, gates, r))
     goal = Objective(model, gates, r, text_loss, penalty or l0_penalty(r))
     streams, lr = Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), lr or partial(lr_at, r=r)
+    check_ids(corpus.train, model, corpus.name)
     first, device, parts = now.step, model.pos.device, [model] if gates is None else [model, gates]
     for step in range(first, r.steps):
         for part in parts: part.train()
