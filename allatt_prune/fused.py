@@ -32,13 +32,14 @@ def merge(
 # %% ../nbs/03_fused.ipynb #e64a5d7b
 @torch.library.custom_op(f"{__name__.replace('.', '_')}::keep_mask", mutates_args=())
 def keep_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
-    "True where a weight of `x` is kept. The same seed (0-d, int64) and block (its first row) give the same mask."
+    "1 where a weight of `x` is kept, else 0. The same seed (0-d, int64) and block (its first row) give the same mask."
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
     words.random_(-2**63, None, generator=torch.Generator(x.device).manual_seed(int(seed) + block))
-    return (words.view(torch.int16)[:x.numel()] >= _cut(dropout) - 2**15).view(x.shape)
+    numbers = words.view(torch.int16)[:x.numel()].view(x.shape)
+    return torch.ge(numbers, _cut(dropout) - 2**15, out=torch.empty_like(x)) # a mask of x's type multiplies fastest
 
 @keep_mask.register_fake
-def _(x, dropout, seed, block): return x.new_empty(x.shape, dtype=torch.bool)
+def _(x, dropout, seed, block): return torch.empty_like(x)
 
 def _cut(dropout): return min(round(dropout * 2**16), 2**16 - 1) # how many of 2**16 numbers drop a weight
 def _keep_scale(dropout): return 1 / (1 - _cut(dropout) / 2**16) # what kept weights are multiplied with
