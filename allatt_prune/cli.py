@@ -13,12 +13,12 @@ import torch
 from fastcore.docments import docments
 from . import checkpoint
 from .corpora import NAMES, cache_folder, load_corpus
-from .data import DataError, need, visible, vocab_hash
+from .data import DataError, need, visible
 from .gates import HeadGates
 from .model import LM, LMConfig
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
 from .resume import Processes, Stopped
-from .run import MODELS, parallel, pick_device, run, stored_recipe, table
+from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
 from .timing import environment, heads_kept, time_recipe, time_table
 from .train import evaluate
 
@@ -93,17 +93,6 @@ def _kept(text): # 0.57 or 8,3,7
         raise ValueError(f'kept={text}: not a share of the heads; {fix}') from None
 
 # %% ../nbs/17_cli.ipynb #fede0856
-def _vocabulary(folder, parts): # of a saved model: unit, symbols; None if it was saved without
-    try: return 'vocab' in parts and (parts['vocab']['unit'], parts['vocab']['symbols']) or None
-    except (KeyError, TypeError): raise OSError(f'checkpoint={folder}: vocab.json is damaged; save it again') from None
-
-def _text_for(known, corpus, cache, unit=None): # the corpus, if the model knows its symbols
-    text = load_corpus(corpus, cache, unit=unit or known and known[0] or None)
-    if known and (mine := vocab_hash(*known)) != text.hash:
-        raise DataError(f'corpus={corpus}: its vocabulary {text.hash} is not {mine}, that of the model; '
-                        'give the corpus that the model was trained on')
-    return text
-
 def _to_prune(args, changes): # the recipe for a trained model
     need(args.model, 'model', '', 'missing', 'give the folder of a trained model, as runs/tiny/baseline')
     model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
@@ -114,8 +103,9 @@ def _to_prune(args, changes): # the recipe for a trained model
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS}
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
+    if args.model in checkpoint.shipped(): changes.setdefault('corpus', 'pydocs') # that of the model is not here
     recipe = replace(recipe, **shape | changes)
-    text = _text_for(_vocabulary(args.model, parts), recipe.corpus, args.cache, recipe.unit)
+    text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '
          f'{model.cfg.vocab}', 'give the corpus that the model was trained on')
     return recipe
@@ -149,7 +139,7 @@ def _evaluate(args, changes):
     need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
     with parallel(args.device) as device:
         model, (_, parts) = LM.from_pretrained(args.model).to(device), checkpoint.load(args.model)
-        text = _text_for(_vocabulary(args.model, parts), args.corpus, args.cache, args.unit)
+        text = text_for(args.model, args.corpus, args.cache, args.unit)
         if 'mem_len' in changes: model = model.with_memory(changes['mem_len'])
         z = HeadGates.from_pretrained(args.model).to(device)() if 'gates' in parts else None
         score = evaluate(model, getattr(text, args.split), z, changes.get('batch', 1), world=Processes())

@@ -8,7 +8,7 @@ __all__ = ['normalize', 'shuffled', 'pydocs', 'vocab_hash', 'Corpus', 'Streams',
 # %% ../nbs/00_data.ipynb #d8ad3ae6
 import ast, hashlib, json, os, re, sysconfig
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 import numpy as np, torch
 from einops import rearrange
@@ -84,6 +84,17 @@ class Corpus:
     def decode(self, ids) -> str:
         "The text of some ids."
         return ('' if self.unit == 'char' else ' ').join(self.vocab[i] for i in ids)
+    def with_vocab(self,
+        vocab: list[str] # symbols of a model, in the order of their ids
+    ) -> 'Corpus':
+        "The same text with the ids of these symbols. DataError names a symbol that is not among them."
+        number, unknown = {s: i for i, s in enumerate(vocab)}, '\ufffd' if self.unit == 'char' else '<unk>'
+        lacking = next((s for s in self.vocab if not {s, unknown} & number.keys()), None)
+        if lacking is not None:
+            fix = 'put the text into a folder of its own, and it is normalized' if self.unit == 'char' else 'leave it out'
+            raise DataError(f'corpus={self.name}: the model does not know {lacking!r}; {fix}')
+        table = np.array([number.get(s, number.get(unknown)) for s in self.vocab], np.min_scalar_type(len(vocab) - 1))
+        return replace(self, vocab=list(vocab), **{p: table[getattr(self, p)] for p in ('train', 'valid', 'test')})
 
 # %% ../nbs/00_data.ipynb #cb470028
 class Streams:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'ROWS', 'prune_path', 'measure', 'table', 'write_report', 'pick_device', 'parallel', 'stored_recipe',
-           'alone', 'run']
+           'text_for', 'alone', 'run']
 
 # %% ../nbs/15_run.ipynb #d85b5f19
 import contextlib, copy, datetime, io, json, os, re, warnings
@@ -182,6 +182,20 @@ def stored_recipe(
     "The recipe of a run. OSError if there is none."
     return Recipe(**_stored(run_dir, 'recipe.json'))
 
+def text_for(
+    model: str|Path|None, # folder or name of a saved model; None, or not there: the symbols are those of the text
+    corpus: str|Path, cache: str|Path|None = None, unit: str|None = None # as for `load_corpus`
+) -> Corpus:
+    "A corpus in the symbols that a model knows."
+    if model is None or not checkpoint.place(model).exists() or 'vocab.json' not in checkpoint.verify(model):
+        return load_corpus(corpus, cache, unit=unit)
+    try: known, symbols = map(json.loads(checkpoint.read(model, 'vocab.json')).__getitem__, ('unit', 'symbols'))
+    except (KeyError, TypeError, ValueError):
+        raise OSError(f'checkpoint={model}: vocab.json is damaged; save it again') from None
+    need(unit in (None, known), 'unit', unit, f'the model was made for a text in {known}s', 'leave it out')
+    text = load_corpus(corpus, cache, unit=known)
+    return text if text.vocab == symbols else text.with_vocab(symbols)
+
 @contextlib.contextmanager
 def alone(
     run_dir: Path
@@ -243,7 +257,7 @@ def run(
         raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
     if resume: same_recipe(stored_recipe(run_dir), recipe, run_dir)
-    text = load_corpus(recipe.corpus, cache, unit=recipe.unit or None)
+    text = text_for(run_dir/'baseline' if resume else baseline, recipe.corpus, cache, recipe.unit or None)
     _check(recipe, text)
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and world.rank == 0:

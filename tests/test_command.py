@@ -117,7 +117,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*SCORE, 'bomb'], 1, 'checkpoint=bomb: model.safetensors is damaged'),
     ([*SCORE, 'bomb-with-papers'], 1, 'model.safetensors is not safetensors'),
     ([*SCORE, 'newer'], 1, 'manifest.json is damaged, or of a newer allatt_prune'),
-    ([*SCORE, 'other-words'], 1, 'corpus=own.txt: its vocabulary'),
+    ([*SCORE, 'other-words'], 1, "corpus=own.txt: the model does not know"),
     ([*SCORE, 'other-shape'], 1, 'size mismatch for pos'),
     ([*SCORE, 'enormous'], 1, 'n_layer=1000000000'),
     ([*SCORE, 'not-a-number'], 1, 'layers.1.attn.pv is not finite'),
