@@ -54,10 +54,12 @@ def _parser():
         add('name', 'the recipe', nargs='?')
         _training(add, 'runs/RECIPE')
     add = _command(jobs, 'prune', 'gate a trained model, remove heads, evaluate, time', SETTINGS, ' MODEL')
-    add('model', 'folder of a trained model, as runs/tiny/baseline; with --resume, the run has its own', nargs='?')
+    add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline; not with --resume', nargs='?')
     _training(add, 'runs/pruned')
+    add('--control', 'train the model on without gates, too, for as long: what the pruned one is to be compared with',
+        action='store_true')
     add = _command(jobs, 'evaluate', 'score a text with a saved model', usage=' MODEL')
-    add('model', 'folder of the model, as runs/tiny/pruned')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
     add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
     add('--unit', 'char or word (default: that of the model)')
     add('--split', 'train, valid or test (default: valid)', default='valid')
@@ -94,7 +96,7 @@ def _kept(text): # 0.57 or 8,3,7
 
 # %% ../nbs/17_cli.ipynb #fede0856
 def _to_prune(args, changes): # the recipe for a trained model
-    need(args.model, 'model', '', 'missing', 'give the folder of a trained model, as runs/tiny/baseline')
+    need(args.model, 'model', '', 'missing', 'give a trained model, as tiny-books or runs/tiny/baseline')
     model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
@@ -116,7 +118,8 @@ def _train(args, changes): # run, train, prune
     need(not name or args.recipe in (None, name), 'recipe', args.recipe, f'{name} is named, too', 'give one')
     args.recipe = args.recipe or name
     run_dir = Path(args.run_dir or ('runs/pruned' if args.command == 'prune' else f"runs/{args.recipe or 'tiny'}"))
-    models = dict(train=MODELS[:1], prune=('baseline', 'gated', 'pruned')).get(args.command, MODELS)
+    alone = args.command == 'prune' and not args.control
+    models = tuple(m for m in MODELS[:1 if args.command == 'train' else None] if m != 'control' or not alone)
     if args.resume:
         was = stored_recipe(run_dir)
         named = args.recipe and args.command != 'prune'

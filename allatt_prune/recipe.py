@@ -78,6 +78,10 @@ SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')] 
 _tiny = dict(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0., batch=16,
              optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3, lam=.1,
              lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=100, valid_every=250, corpus='pydocs')
+_small = _tiny | dict(n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000,
+                      warmup=1_200, prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600,
+                      gate_steps=2_400, gate_lr=.02, log_every=100, save_every=1000, valid_every=2000,
+                      eval_tokens=50_000, corpus='books8-small')
 _books = _tiny | dict(d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05,
                       lam_warmup=100, log_every=25, valid_every=0)
 _chars = dict(seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100,
@@ -87,7 +91,8 @@ _words = dict(lam=.03, steps=1500, warmup=150, prune_steps=1500, prune_warmup=15
 _wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1.1, §4.1.2; its cutoffs are Transformer-XL's
               cutoffs=[20_000, 40_000, 200_000], corpus='wikitext-103', unit='word')
 RECIPES = dict(text8=Recipe(), wt103=Recipe(**_wt103), tiny=Recipe(**_tiny), books=Recipe(**_books | _chars))
-RECIPES['books-word'] = Recipe(**_books | _words)
+RECIPES |= {'books-word': Recipe(**_books | _words), 'tiny-books': Recipe(**_small), 'tiny-books-word': Recipe(
+    **_small | dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word'))}
 
 def get_recipe(
     name: str, # one of RECIPES

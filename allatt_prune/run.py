@@ -119,8 +119,9 @@ def write_report(
         probs, steps = ([rec[k] for rec in records] for k in ('open_prob', 'step'))
         figures = {'heads.png': _png(plot_heads(keep))}
         if records: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
-    said += [f"*control* is the baseline trained on for {r['prune_steps']} steps without gates. "
-             f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
+    if any(row['model'] == 'control' for row in rows):
+        said += [f"*control* is the baseline trained on for {r['prune_steps']} steps without gates."]
+    said += [f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
              '± is half the distance between the quartiles.',
              f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream; "
              f"vocabulary {about['vocab']}."]
