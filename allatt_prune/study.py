@@ -78,7 +78,8 @@ def made(found: dict) -> str:
 def sweep(
     recipe: Recipe, folder: str|Path, # gets a run directory for each seed and lambda; goes on with those it has
     lams: list[float], # the first one's run also makes the baseline and the control of each seed
-    seeds: list[int] = (0,)
+    seeds: list[int] = (0,),
+    baseline: str|None = None # folder of trained models to begin with, {seed} in place of the seed; None: train them
 ) -> dict: # environment, seconds; runs: the `outcome` of each
     "Baseline, control, and models pruned with several lambdas. Paper, Tables 1 and 2."
     found = []
@@ -86,7 +87,8 @@ def sweep(
         first = Path(folder)/f'{seed}-{float(lams[0])}'
         for lam in map(float, lams):
             run_dir = Path(folder)/f'{seed}-{lam}'
-            more = {} if run_dir == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
+            begin = dict(baseline=baseline and baseline.format(seed=seed))
+            more = begin if run_dir == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
             found.append(finished(replace(recipe, seed=seed, lam=lam), run_dir, **more))
     return joint(found) | dict(runs=found)
 
