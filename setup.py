@@ -11,7 +11,8 @@ setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
     author=cfg['author'], license='Apache-2.0',
     long_description=Path('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    packages=find_packages(include=[cfg['lib_name']]), python_requires='>=' + cfg['min_python'],
+    packages=find_packages(include=[cfg['lib_name']]), package_data={cfg['lib_name']: ['models/*/*']},
+    python_requires='>=' + cfg['min_python'],
     install_requires=cfg['requirements'].split(), extras_require={'dev': cfg['dev_requirements'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split()},
 )

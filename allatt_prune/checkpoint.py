@@ -129,11 +129,11 @@ def verify(path: str|Path, # a folder with a manifest
 def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # folder; file in it; what messages call it
     "A file as it was written. OSError if it is missing, damaged, or not in the manifest."
     verify(path, what, file)
-    return (Path(path)/file).read_bytes()
+    return (place(path)/file).read_bytes()
 
 def load(path: str|Path) -> tuple[dict, dict]: # config, and the other parts by name
     "Read a folder back that `save` wrote. OSError if it is missing or damaged."
-    path, parts, files = Path(path), {}, verify(path)
+    path, parts, files = place(path), {}, verify(path)
     if 'config.json' not in files: raise OSError(f'checkpoint={path}: no config.json there; give the folder of a model')
     for file in files:
         (name, kind), data = file.split('.'), (path/file).read_bytes()
