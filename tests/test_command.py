@@ -253,6 +253,17 @@ def test_train_then_prune_then_run(folder):
         assert done.returncode == 0 and done.stdout.count('|\n') == rows + 2, done.stderr
     assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: lam=0.1: t was made with 0.5')
 
+def test_a_model_that_comes_with_the_package(folder):
+    score = command(*SCORE, 'tiny-books', cwd=folder)
+    assert (score.returncode, score.stderr) == (0, '')
+    short = '--corpus own.txt --prune-steps 4 --prune-warmup 1 --gate-steps 2 --lam 5 --gate-lr 3 --lam-warmup 0 --valid-every 0 --log-every 1'.split()
+    done = command('prune', 'tiny-books', *short, '--control', '--run-dir', 'x', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()[2:6]] == ['baseline', 'gated', 'pruned', 'control']
+    assert command('evaluate', 'x/baseline', '--corpus', 'own.txt', cwd=folder).stdout == score.stdout
+    shutil.copytree(folder/'good', folder/'tiny-books')                              # a folder of that name comes first
+    assert command(*SCORE, 'tiny-books', cwd=folder).stdout == command(*SCORE, 'good', cwd=folder).stdout != score.stdout
+
 def test_words_with_an_adaptive_softmax(folder):
     done = command(*OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
     assert done.returncode == 0, done.stderr
