@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STATISTICS', 'METHODS', 'REPAIRS', 'segment_losses', 'watched', 'entropy', 'gini', 'distance', 'concentration',
            'on_persistent', 'attention_statistics', 'output_difference', 'gradients', 'leave_one_out', 'magnitude',
-           'score', 'keep_mask', 'gram', 'nothing', 'scaled', 'mean_folded', 'least_squares', 'choose_heads', 'prune',
-           'soft_top_k', 'SubsetGates']
+           'known_name', 'score', 'keep_mask', 'gram', 'nothing', 'scaled', 'mean_folded', 'least_squares',
+           'choose_heads', 'chooser', 'soft_top_k', 'SubsetGates']
 
 # %% ../nbs/17_importance.ipynb #501425fb
 import difflib, math
@@ -19,6 +19,7 @@ from .data import DataError, Streams, need
 from .fused import weights
 from .gates import output_scale
 from .model import LM
+from .recipe import Recipe
 from .remove import remove_heads
 from .train import evaluate
 
@@ -120,7 +121,8 @@ def output_difference(model, ids, z, batch): # -> (l h), from 0
 
 def gradients(model, ids, z, batch): # -> (segments l h), -z dL/dz of each segment, nats per token
     z = z.clone().requires_grad_()
-    return torch.stack([-z.detach() * torch.autograd.grad(loss, z)[0] for loss, _ in segment_losses(model, ids, z, batch)])
+    grads = [torch.autograd.grad(loss, z)[0] for loss, _ in segment_losses(model, ids, z, batch)]
+    return -z.detach() * torch.stack(grads)
 
 def leave_one_out(model, ids, z, batch): # -> (l h), nats per token
     def without(i, h):
@@ -149,6 +151,11 @@ METHODS = dict(
     taylor=lambda model, ids, z, batch, seed: gradients(model, ids, z, batch).mean(0),
     leave_one_out=lambda model, ids, z, batch, seed: leave_one_out(model, ids, z, batch))
 
+def known_name(kind: str, name: str, names): # what it is called; must be one of these
+    "ValueError that says which name was meant."
+    close = difflib.get_close_matches(name, names, 1)
+    need(name in names, kind, name, 'unknown', f"give {close[0] if close else ', '.join(names)}")
+
 def score(
     model: LM, # with all of its heads
     ids, # 1-D integers, the text to read; for random and magnitude it does not matter
@@ -158,8 +165,7 @@ def score(
     seed: int = 0 # of random
 ) -> Tensor: # (l h), higher is more important; closed heads: minus infinity
     "How much each head matters, without training."
-    close = ', '.join(difflib.get_close_matches(method, METHODS, 1) or METHODS)
-    need(method in METHODS, 'method', method, 'unknown', f'give {close}')
+    known_name('method', method, METHODS)
     need(model.cfg.heads is None, 'heads', model.cfg.heads, 'heads were removed before', 'give the whole model')
     z = torch.ones(model.cfg.n_layer, model.cfg.n_head) if z is None else torch.as_tensor(z).float()
     mode, found = model.training, METHODS[method](model.eval(), ids, z.to(model.pos.device), batch, seed)
@@ -249,12 +255,18 @@ def choose_heads(
         keep = keep_mask(score(model, ids, method, z=z, batch=batch, seed=seed), sparsity * i / rounds, per_layer)
     return keep
 
-def prune(
-    model: LM, ids, method: str, sparsity: float, *, repair: str = 'scaled', **how # as for `choose_heads`
-) -> LM: # a new model; the old one is left as it is
-    "Remove heads without training: score, choose, remove, repair."
-    need(repair in REPAIRS, 'repair', repair, 'unknown', f"give one of {', '.join(REPAIRS)}")
-    return REPAIRS[repair](model, choose_heads(model, ids, method, sparsity, **how), ids)
+def chooser(
+    recipe: Recipe # method, sparsity, per_layer, rounds, score_tokens, repair
+) -> Callable|None: # as `choose` for `run`; None for trained gates
+    "Score, choose, remove, repair, as a recipe says."
+    r = recipe
+    if r.method == 'gates': return None
+    for kind, known in (('method', METHODS), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
+    def choose(model, corpus): # heads that stay, the model without the others
+        ids = corpus.train[:r.score_tokens]
+        keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer, rounds=r.rounds, seed=r.seed)
+        return keep, REPAIRS[r.repair](model, keep, ids).train()
+    return choose
 
 # %% ../nbs/17_importance.ipynb #c7553e59
 def soft_top_k(

@@ -39,6 +39,12 @@ class Recipe(LMConfig):
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
     l0_exact: bool = False # the L0 loss counts open gates, not those with s' > 0 as the paper's
+    method: str = 'gates' # how heads are chosen: trained gates as in the paper, or a score of 17_importance
+    sparsity: float = .4 # share of the heads that a score removes
+    per_layer: bool = False # a score removes the same share in each layer
+    rounds: int = 1 # steps in which a score removes heads, scoring what is left again
+    score_tokens: int = 10_000 # tokens of training text that a score reads
+    repair: str = 'scaled' # what is done, without training, about heads that a score removed
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char or word; empty: what the corpus usually is read in
     dtype: str = 'float32' # or bfloat16, for the matrix products of training (autocast)
@@ -46,7 +52,8 @@ class Recipe(LMConfig):
     save_every: int = 1000 # steps between checkpoints; 0: only at the end and at a signal
     valid_every: int = 4000 # steps between validations while training; 0: none
     eval_tokens: int = 0 # validation and test text are cut to so many tokens; 0: not at all
-    positive = LMConfig.positive + ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip')
+    positive = LMConfig.positive + ('batch', 'steps', 'prune_steps', 'log_every', 'lr', 'prune_lr', 'gate_lr', 'clip',
+                                      'rounds', 'score_tokens')
     signed = 'gate_init', # fields that may be negative
 
     def __post_init__(self):
@@ -56,8 +63,9 @@ class Recipe(LMConfig):
                      unit=('', 'char', 'word'))
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
+        need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
         g, n = self.gate_steps, self.prune_steps
-        need(g <= n, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
+        need(g <= n or self.method != 'gates', 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         need(self.eval_tokens != 1, 'eval_tokens', 1, 'nothing to predict', 'give 2 or more, or 0 for all')
 
     def config(self, vocab: int) -> LMConfig:

@@ -11,6 +11,7 @@ import contextlib, copy, datetime, io, json, os, re, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch, torch.distributed as dist
+from collections.abc import Callable
 from einops import rearrange
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -34,28 +35,32 @@ def prune_path(
     corpus: Corpus,
     run_dir: Path, # receives metrics.jsonl, checkpoints/, baseline/, control/, gated/, pruned/
     device: str = 'cpu',
-    models: tuple = MODELS # which of them
-) -> tuple[dict[str, LM], HeadGates|None]: # models by name; the frozen gates
+    models: tuple = MODELS, # which of them
+    choose: Callable|None = None # instead of gates: of baseline, corpus -> heads that stay (l h), model without others
+) -> tuple[dict[str, LM], HeadGates|None, Tensor|None]: # models by name; the frozen gates; heads that stay (l h)
     "Baseline, control, gated, pruned: trained, or loaded if they are in `run_dir`."
-    world, found, gates = Processes(), {}, None
+    world, found, gates, keep = Processes(), {}, None, None
     kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
-    def new(name):
-        if name == 'pruned': return remove_heads(found['gated'], gates)
+    def new(name): # the model, and which heads it has
+        if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
         torch.manual_seed(recipe.seed)
-        first = name == 'baseline'
-        model = LM(recipe.config(len(corpus.vocab))).to(device) if first else copy.deepcopy(found['baseline'])
-        train(model, corpus, recipe.pruning() if name == 'control' else recipe, gates if name == 'gated' else None,
-              run_dir, phase=name, start=0 if first else recipe.steps, resume=True)
-        return model
+        first, keep = name == 'baseline', None
+        if name == 'pruned': keep, model = choose(found['baseline'], corpus)
+        else: model = LM(recipe.config(len(corpus.vocab))).to(device) if first else copy.deepcopy(found['baseline'])
+        train(model, corpus, recipe if name in ('baseline', 'gated') else recipe.pruning(),
+              gates if name == 'gated' else None, run_dir, phase=name, start=0 if first else recipe.steps, resume=True)
+        return model, keep
     for name in models:
         ready = (run_dir/name).exists()
         world.meet()                                           # nobody saves it before all have looked
         if name == 'gated': gates = (HeadGates.from_pretrained(run_dir/name) if ready else recipe.gates()).to(device)
-        found[name] = LM.from_pretrained(run_dir/name).to(device) if ready else new(name)
-        with_gates = dict(gates=gates.state_dict()) if name == 'gated' else {}
-        if not ready and world.rank == 0: found[name].save_pretrained(run_dir/name, **kept, **with_gates)
+        found[name], keep = (LM.from_pretrained(run_dir/name).to(device), None) if ready else new(name)
+        more = dict(gates=gates.state_dict()) if name == 'gated' else {}
+        if keep is not None: more |= dict(keep=keep.int().tolist())
+        if not ready and world.rank == 0: found[name].save_pretrained(run_dir/name, **kept, **more)
+        if ready and name == 'pruned': keep = torch.tensor(checkpoint.load(run_dir/name)[1]['keep']).bool()
     world.meet()
-    return found, gates
+    return found, gates, keep
 
 # %% ../nbs/15_run.ipynb #3c008050
 def measure(
@@ -115,7 +120,8 @@ def write_report(
     "report.md, report.json, figures, model cards."
     r, unit, figures, said = about['recipe'], about['unit'], {}, [f"Seed {about['recipe']['seed']}."]
     if keep is not None:
-        said += [f"Lambda {r['lam']}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
+        how = f"Lambda {r['lam']}" if records else f"Heads chosen by {r['method']}, repair: {r['repair']}"
+        said += [f"{how}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
         probs, steps = ([rec[k] for rec in records] for k in ('open_prob', 'step'))
         figures = {'heads.png': _png(plot_heads(keep))}
         if records: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
@@ -245,12 +251,14 @@ def run(
     cache: str|None = None, # for `load_corpus`
     *, resume: bool = False, # go on where the run in `run_dir` was interrupted
     models: tuple = MODELS, # which to make
-    baseline: str|Path|None = None # folder of a trained model to begin with; None: train one
+    baseline: str|Path|None = None, # folder of a trained model to begin with; None: train one
+    choose: Callable|None = None # as for `prune_path`; None: train gates
 ) -> list[dict]: # the rows of the table
     "Train, gate, remove, evaluate, time; leaves a run directory. `Stopped` after a signal."
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
     models = tuple(name for name in MODELS if name in models)
-    need('baseline' in models and ('pruned' not in models or 'gated' in models), 'models', models,
+    if choose: models = tuple(name for name in models if name != 'gated')
+    need('baseline' in models and (choose or 'pruned' not in models or 'gated' in models), 'models', models,
          'not all that these are made from', 'give baseline, and gated for pruned')
     inside = baseline is not None and run_dir.resolve().is_relative_to(Path(baseline).resolve())
     need(not inside, 'run_dir', run_dir, f'inside {baseline}', 'choose another one')
@@ -270,15 +278,16 @@ def run(
         if resume and world.rank == 0: write_metrics(run_dir, read_log(run_dir)['records'])
         if resume and (rows := _finished(run_dir, models)): return rows
         if world.rank == 0: checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # a report will be made again
-        found, gates = prune_path(recipe, text, run_dir, device, models)
-        return _report(found, gates, recipe, text, run_dir, device)
+        found = prune_path(recipe, text, run_dir, device, models, choose)
+        return _report(*found, recipe, text, run_dir, device)
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 
-def _report(found, gates, recipe, text, run_dir, device): # the rows
+def _report(found, gates, keep, recipe, text, run_dir, device): # the rows
     models = [(name, found[name], gates() if name == 'gated' else None) for name in ROWS if name in found]
     rows = measure(models, text, recipe.batch, recipe.eval_tokens)
-    keep = None if gates is None else gates.open_mask().cpu()
+    if gates is not None: keep = gates.open_mask()
+    keep = None if keep is None else keep.cpu()
     if not rows: return rows                                   # the first process has them
     log = read_log(run_dir)
     about = dict(recipe=asdict(recipe), corpus=visible(Path(text.name).name), unit=text.unit, vocab=text.hash,

@@ -130,6 +130,14 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
     ([*OWN, '--cutoffs', ','.join(map(str, range(5000, 0, -1)))], 2, 'cutoffs='),
     (['time', '--no-train', '--kept', ','.join('8' * 4000)], 2, 'kept='),
+    (['score'], 2, 'model'), # scores
+    (['score', 'no/such'], 1, 'checkpoint=no/such: not found'),
+    (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'method=entrpy: unknown; give entropy'),
+    (['score', 'good', '--corpus', 'own.txt', '--sparsity', '1.5'], 2, 'sparsity=1.5: not a share'),
+    (['score', 'good', '--corpus', 'own.txt', '--rounds', '0'], 2, 'rounds=0: not positive'),
+    (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 1, 'text: 20 symbols'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'glue'], 2, 'method=glue: unknown; give random, magnitude'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'random', '--repair', 'glue'], 2, 'repair=glue: unknown'),
     (['prune'], 2, 'model='), # prune, resume
     (['prune', 'taken'], 1, 'checkpoint=taken'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
@@ -263,6 +271,21 @@ def test_a_model_that_comes_with_the_package(folder):
     assert command('evaluate', 'x/baseline', '--corpus', 'own.txt', cwd=folder).stdout == score.stdout
     shutil.copytree(folder/'good', folder/'tiny-books')                              # a folder of that name comes first
     assert command(*SCORE, 'tiny-books', cwd=folder).stdout == command(*SCORE, 'good', cwd=folder).stdout != score.stdout
+
+def test_heads_chosen_by_a_score(folder):
+    how = ['--corpus', 'own.txt', '--sparsity', '0.5', '--score-tokens', '2000']
+    for method in ('random', 'gradient', 'leave_one_out', 'entropy'):
+        said = command('score', 'good', *how, '--method', method, cwd=folder)
+        assert (said.returncode, said.stderr, said.stdout.count('(')) == (0, '', 4), said.stderr     # 4 of 8 heads go
+    prune = ['prune', 'good', *TOY, *how, '--method', 'gradient', '--repair', 'least_squares', '--run-dir', 'x']
+    done = command(*prune, '--control', cwd=folder)
+    assert done.returncode == 0 and '| pruned | 4 of 8 |' in done.stdout, done.stderr
+    keep = json.loads((folder/'x'/'pruned'/'keep.json').read_text())
+    assert sum(map(sum, keep)) == 4 and json.loads((folder/'x'/'report.json').read_text())['keep'] == keep
+    shutil.rmtree(folder/'x'/'pruned')                                               # trained again from its checkpoint
+    again = command('prune', '--resume', '--run-dir', 'x', '--control', cwd=folder)
+    assert [line.split('|')[6] for line in again.stdout.splitlines()[2:5]] == [line.split('|')[6] for line in done.stdout.splitlines()[2:5]]
+    assert 'Heads chosen by gradient, repair: least_squares' in (folder/'x'/'report.md').read_text()
 
 def test_words_with_an_adaptive_softmax(folder):
     done = command(*OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
