@@ -1,0 +1,67 @@
+"Scores, masks and repairs where they can break: other kinds of models, whole layers gone, texts that are too short."
+import math
+import pytest, torch
+from allatt_prune.data import DataError
+from allatt_prune.importance import METHODS, REPAIRS, choose_heads, keep_mask, score
+from allatt_prune.model import LM, LMConfig
+from allatt_prune.train import evaluate
+
+KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]), memoryless=dict(mem_len=0), zeros=dict(zero_memory=True),
+             short=dict(mem_len=3), long=dict(mem_len=20))
+IDS = torch.randint(9, (600,), generator=torch.Generator().manual_seed(0)).numpy()
+
+def model(**changes):
+    torch.manual_seed(0)
+    return LM(LMConfig(**dict(vocab=9, n_layer=3, d_model=16, n_head=4, n_persistent=6, seg_len=8, mem_len=8) | changes))
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('method', METHODS)
+def test_every_method_scores_every_kind_of_model(kind, method):
+    net = model(**KINDS[kind]).train()
+    before = {k: x.clone() for k, x in net.state_dict().items()}
+    found = score(net, IDS, method, batch=4)
+    assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad
+    assert net.training and all(torch.equal(x, before[k]) for k, x in net.state_dict().items())     # looked at, not touched
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(found, score(net, IDS, method, batch=4))
+    z = torch.ones(3, 4)
+    z[1, 2] = 0
+    assert score(net, IDS, method, z=z, batch=4).isinf().nonzero().tolist() == [[1, 2]]
+
+def test_half_precision_and_double():
+    for dtype in (torch.float64, torch.bfloat16):
+        for method in METHODS: assert score(model().to(dtype), IDS, method, batch=4).isfinite().all(), (dtype, method)
+
+@pytest.mark.parametrize('rounds', [1, 3, 12])
+@pytest.mark.parametrize('per_layer', [False, True])
+def test_as_many_heads_go_as_were_asked_for(rounds, per_layer):
+    net = model()
+    for sparsity in (0, .25, .5, .75, 1):
+        keep = choose_heads(net, IDS, 'taylor', sparsity, per_layer=per_layer, rounds=rounds, batch=4)
+        assert int((~keep).sum()) == 12 * sparsity
+        if per_layer: assert set((~keep).sum(1).tolist()) == {int(4 * sparsity)}
+
+def test_the_highest_scores_stay():
+    for seed in range(20):
+        scores = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))
+        for sparsity in (.1, .37, .9):
+            keep = keep_mask(scores, sparsity)
+            assert int((~keep).sum()) == round(35 * sparsity) and scores[keep].min() > scores[~keep].max()
+    assert keep_mask(torch.zeros(2, 3), .5).tolist() == [[True] * 3, [False] * 3]                   # equal ones: the first
+    for bad in (math.nan, -.1, 1.01):
+        with pytest.raises(ValueError, match='sparsity='): keep_mask(scores, bad)
+    with pytest.raises(ValueError, match='scores='): keep_mask(torch.full((2, 2), math.nan), .5)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_repairs_of_whole_layers_and_of_nothing(kind):
+    net = model(**KINDS[kind]).eval()
+    whole, gone = torch.ones(3, 4).bool(), torch.ones(3, 4).bool()
+    gone[1] = False
+    for repair in REPAIRS.values():
+        assert evaluate(repair(net, whole, IDS), IDS) == pytest.approx(evaluate(net, IDS), abs=1e-4)
+        small = repair(net, gone, IDS)
+        assert small.cfg.heads == [4, 0, 4] and math.isfinite(evaluate(small, IDS))
+
+def test_texts_that_are_too_short():
+    with pytest.raises(DataError, match='20 symbols, but 8 streams'): score(model(), IDS[:20], 'gradient')
+    with pytest.raises(DataError, match='do not fill a memory'): score(model(), IDS[:100], 'entropy')
