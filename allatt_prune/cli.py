@@ -6,7 +6,7 @@
 __all__ = ['SHAPE', 'JOBS', 'SCORING', 'FIELDS', 'KINDS', 'main']
 
 # %% ../nbs/19_cli.ipynb #78990def
-import argparse, contextlib, errno, json, os, re, signal, sys, threading, time, warnings
+import argparse, contextlib, errno, itertools, json, os, re, signal, sys, threading, time, warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 import torch
@@ -14,6 +14,7 @@ from fastcore.docments import docments
 from . import checkpoint
 from .corpora import NAMES, cache_folder, load_corpus
 from .data import DataError, need, visible
+from . import generate                              # LM learns to write
 from .gates import HeadGates
 from .importance import choose_heads, chooser, score
 from .model import LM, LMConfig
@@ -26,7 +27,7 @@ from .train import evaluate
 
 # %% ../nbs/19_cli.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score time download'.split()
+JOBS = 'run train prune evaluate score sample time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name
@@ -73,6 +74,12 @@ def _parser():
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline')
     add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
     add('--unit', 'char or word (default: that of the model)')
+    add = _command(jobs, 'sample', 'let a model write', ['seed'], ' MODEL')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
+    add('--prompt', 'text to go on with; - for that of the input (default: none)', default='')
+    add('--n', 'symbols to write (default: 300)', default='300')
+    add('--temperature', 'of the softmax; 0: always the most probable symbol (default: 0.8)', default='0.8')
+    add('--top-k', 'draw only from so many of the most probable symbols (default: 0, all)', default='0')
     add = _command(jobs, 'time', 'time attention, plain and fused, whole and pruned', SHAPE)
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
     add('--recipe', f"one or more of {', '.join(RECIPES)} (default: tiny)", nargs='+', default=['tiny'])
@@ -171,6 +178,33 @@ def _score(args, changes):
     print(f'\n{recipe.method} of each head, from {len(ids):,} {text.unit}s of {text.name}, higher is more important; '
           f'in brackets: heads that go at sparsity {recipe.sparsity:g}')
 
+def _number(args, name, kind): # an option that is no setting
+    try: return kind(getattr(args, name))
+    except ValueError: raise ValueError(f'{name}={getattr(args, name)}: not {kind.__name__}; give one') from None
+
+def _encoded(prompt, unit, symbols, name): # (1 t) ids of a text
+    pieces = list(prompt) if unit == 'char' else prompt.replace('\n', ' <eos> ').split()
+    number = {s: i for i, s in enumerate(symbols)}
+    ids = [number.get(s, number.get('\ufffd' if unit == 'char' else '<unk>')) for s in pieces]
+    new, known = next((s for s, i in zip(pieces, ids) if i is None), None), ''.join(symbols) if unit == 'char' else ''
+    need(new is None, 'prompt', prompt[:50], f'{name} does not know {new!r}', f'give text of {known!r}')
+    return torch.tensor([ids or [number.get('<eos>', number.get(' ', 0))]])
+
+def _sample(args, changes):
+    model, (_, parts) = LM.from_pretrained(args.model).to(pick_device(args.device)), checkpoint.load(args.model)
+    if 'vocab' not in parts: raise OSError(f'checkpoint={args.model}: saved without its vocabulary; save it again')
+    unit, symbols = parts['vocab']['unit'], parts['vocab']['symbols']
+    z = HeadGates.from_pretrained(args.model)() if 'gates' in parts else None
+    prompt = sys.stdin.read() if args.prompt == '-' else args.prompt
+    ids = _encoded(prompt, unit, symbols, args.model).to(model.pos.device)
+    n, temperature, top_k = _number(args, 'n', int), _number(args, 'temperature', float), _number(args, 'top_k', int)
+    torch.manual_seed(changes.get('seed', 0))
+    for new in itertools.chain([ids], model.write(ids, n, temperature, z, top_k)):
+        words = [symbols[k] for k in new[0].tolist()]
+        text = ''.join(words) if unit == 'char' else ' '.join(words).replace('<eos>', '\n') + ' '
+        print(text, end='', flush=True)
+    print()
+
 def _time(args, changes):
     size = os.environ.get('WORLD_SIZE', '1')
     need(size == '1', 'processes', size, 'one alone can measure time', 'start it without torchrun')
@@ -203,9 +237,11 @@ def _run(argv):
         known = args.command in ('run', 'train', 'prune') and re.match('--[a-z]', a)
         need(known, 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
         get_recipe('tiny', **{a[2:].partition('=')[0].replace('-', '_'): None})              # says what was meant
-    settings = dict(time=SHAPE, score=SCORING, evaluate=('mem_len', 'batch'), download=()).get(args.command, SETTINGS)
+    settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'), download=())
+    settings = settings.get(args.command, SETTINGS)
     changes = {f: _convert(FIELDS[f], v) for f in settings if (v := getattr(args, f)) is not None}
-    dict(time=_time, score=_score, evaluate=_evaluate, download=_download).get(args.command, _train)(args, changes)
+    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, download=_download)
+    jobs.get(args.command, _train)(args, changes)
 
 def _short(text): return text if len(text) <= 600 else f'{text[:400]} ... {text[-150:]}'
 

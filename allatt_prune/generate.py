@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../nbs/13_generate.ipynb #d6560226
-import torch
+import math, torch
+from collections.abc import Iterator
 from fastcore.basics import patch
 from torch import Tensor
 from .model import Cached, LM
@@ -41,20 +42,28 @@ def infer(self: LM,
 
 # %% ../nbs/13_generate.ipynb #f0966514
 @patch
-def generate(self: LM,
+def write(self: LM,
     ids: Tensor, # (b t), the text so far
     n: int, # symbols to add
     temperature: float = 1., # logits are divided by it; 0: always the most probable symbol
-    z: Tensor|None = None # (l h) head multipliers
-) -> Tensor: # (b t+n)
+    z: Tensor|None = None, # (l h) head multipliers
+    top_k: int = 0 # only the most probable symbols are drawn; 0: all
+) -> Iterator[Tensor]: # (b 1), n times
     "Go on writing, one symbol at a time."
     need(0 <= temperature < float('inf'), 'temperature', temperature, 'not a number from 0', 'give 0 or more')
-    need(n >= 0, 'n', n, 'negative', 'give 0 or more')
-    new, cache = ids, None
-    for _ in range(n):
-        logits, cache = self.infer(new, cache, z)
-        last = logits[:, -1].float()
-        best, at = last.max(-1, keepdim=True)
-        new = ((last - best) / temperature).softmax(-1).multinomial(1) if temperature else at
-        ids = torch.cat([ids, new], 1)
-    return ids
+    for name, x in dict(n=n, top_k=top_k).items(): need(x >= 0, name, x, 'negative', 'give 0 or more')
+    def symbols(new=ids, cache=None):
+        for _ in range(n):
+            logits, cache = self.infer(new, cache, z)
+            last = logits[:, -1].float()
+            if 0 < top_k < last.shape[1]: last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
+            best, at = last.max(-1, keepdim=True)
+            yield (new := ((last - best) / temperature).softmax(-1).multinomial(1) if temperature else at)
+    return symbols()
+
+@patch
+def generate(self: LM,
+    ids: Tensor, n: int, temperature: float = 1., z: Tensor|None = None, top_k: int = 0 # as for `write`
+) -> Tensor: # (b t+n)
+    "The text and what the model writes behind it."
+    return torch.cat([ids, *self.write(ids, n, temperature, z, top_k)], 1)

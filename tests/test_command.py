@@ -138,6 +138,11 @@ REFUSED = [ # arguments, exit status, what the line must name
     (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 1, 'text: 20 symbols'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'glue'], 2, 'method=glue: unknown; give random, magnitude'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'random', '--repair', 'glue'], 2, 'repair=glue: unknown'),
+    (['sample', 'good', '--prompt', 'Ones'], 2, "prompt=Ones: good does not know 'O'; give text of"), # writing
+    (['sample', 'good', '--n', '1.5'], 2, 'n=1.5: not int'),
+    (['sample', 'good', '--temperature', '-1'], 2, 'temperature=-1.0: not a number from 0'),
+    (['sample', 'good', '--top-k', '-1'], 2, 'top_k=-1: negative'),
+    (['sample', 'taken'], 1, 'checkpoint=taken'),
     (['prune'], 2, 'model='), # prune, resume
     (['prune', 'taken'], 1, 'checkpoint=taken'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
@@ -286,6 +291,15 @@ def test_heads_chosen_by_a_score(folder):
     again = command('prune', '--resume', '--run-dir', 'x', '--control', cwd=folder)
     assert [line.split('|')[6] for line in again.stdout.splitlines()[2:5]] == [line.split('|')[6] for line in done.stdout.splitlines()[2:5]]
     assert 'Heads chosen by gradient, repair: least_squares' in (folder/'x'/'report.md').read_text()
+
+def test_what_a_model_writes(folder):
+    def said(*args, **how): return command('sample', 'tiny-books', '--n', '40', *args, cwd=folder, **how).stdout
+    first = said('--prompt', 'the sea ')
+    assert len(first) == 8 + 40 + 1 and first.startswith('the sea ') and set(first) <= set(' abcdefghijklmnopqrstuvwxyz\n')
+    assert said('--prompt', 'the sea ') == first != said('--prompt', 'the sea ', '--seed', '1')
+    assert said('--prompt', '-', input='the sea ') == first
+    assert said('--temperature', '0') == said('--temperature', '0', '--seed', '3') == said('--top-k', '1')
+    assert len(command('sample', 'good', '--n', '0', cwd=folder).stdout) == 2                        # a space is there
 
 def test_words_with_an_adaptive_softmax(folder):
     done = command(*OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w', cwd=folder)
