@@ -247,7 +247,7 @@ def attend(
 def weights(
     q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor # as for `attend`
 ) -> Iterator[tuple[slice, Tensor, Tensor]]: # some queries; their weights (b h t m) by distance from 0, (b h t n)
-    "What `attend` multiplies values with: one softmax over context and persistent keys, for a block of queries at a time."
+    "What `attend` multiplies values with: one softmax over both kinds of keys, for a block of queries at a time."
     (b, h, t, _), m, n = q.shape, min(r.shape[1], k.shape[2]), pk.shape[1]
     pad, k, r, rows = max(0, t + m - k.shape[2]), _window(k, t, m), r[:, :m].flip(1), _rows(q)
     qu, qw = _with_bias(rows, u, w)

@@ -87,8 +87,8 @@ def sweep(
         first = Path(folder)/f'{seed}-{float(lams[0])}'
         for lam in map(float, lams):
             run_dir = Path(folder)/f'{seed}-{lam}'
-            begin = dict(baseline=baseline and baseline.format(seed=seed))
-            more = begin if run_dir == first else dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
+            more = dict(models=('baseline', 'gated', 'pruned'), baseline=first/'baseline')
+            if run_dir == first: more = dict(baseline=baseline and baseline.format(seed=seed))
             found.append(finished(replace(recipe, seed=seed, lam=lam), run_dir, **more))
     return joint(found) | dict(runs=found)
 
