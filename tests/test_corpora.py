@@ -553,10 +553,9 @@ def test_evaluate(trained, capfd):
 
 def test_evaluate_refuses(trained, capfd):
     made('b.txt', TEXT.replace('knock', 'quack'))
-    mine, other = load_corpus('a.txt').hash, load_corpus('b.txt').hash
-    assert mine != other
-    command_refuses(capfd, 'evaluate r/pruned --corpus b.txt', 'corpus=b.txt', mine, other)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --unit word', 'corpus=a.txt', mine, prepares=True)
+    assert load_corpus('a.txt').hash != load_corpus('b.txt').hash
+    command_refuses(capfd, 'evaluate r/pruned --corpus b.txt', 'corpus=b.txt', "does not know 'q'")
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --unit word', 'unit=word', 'a text in chars', status=2)
     command_refuses(capfd, 'evaluate r/none --corpus a.txt', 'checkpoint=r/none')
     for part in ('gates.safetensors', 'vocab.json'):
         shutil.copytree('r/gated', f'no-{part}')
