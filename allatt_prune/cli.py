@@ -120,7 +120,8 @@ def _to_prune(args, changes): # the recipe for a trained model
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS}
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
-    if args.model in checkpoint.shipped(): changes.setdefault('corpus', 'pydocs') # that of the model is not here
+    ours = checkpoint.place(args.model) in checkpoint.shipped().values()
+    if ours: changes.setdefault('corpus', 'pydocs')           # the text of such a model is not here
     recipe = replace(recipe, **shape | changes)
     text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '

@@ -58,7 +58,8 @@ def prune_path(
         more = dict(gates=gates.state_dict()) if name == 'gated' else {}
         if keep is not None: more |= dict(keep=keep.int().tolist())
         if not ready and world.rank == 0: found[name].save_pretrained(run_dir/name, **kept, **more)
-        if ready and name == 'pruned': keep = torch.tensor(checkpoint.load(run_dir/name)[1]['keep']).bool()
+        if ready and name == 'pruned' and 'keep.json' in checkpoint.verify(run_dir/name):
+            keep = torch.tensor(json.loads(checkpoint.read(run_dir/name, 'keep.json'))).bool()
     world.meet()
     return found, gates, keep
 

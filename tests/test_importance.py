@@ -28,6 +28,17 @@ def test_every_method_scores_every_kind_of_model(kind, method):
     z[1, 2] = 0
     assert score(net, IDS, method, z=z, batch=4).isinf().nonzero().tolist() == [[1, 2]]
 
+def test_taylor_and_gradient_are_derivatives():
+    net, ids, eps = model(mem_len=0).double(), IDS[:4*8*5 + 1], 1e-3                                 # without memory nothing is cut off
+    def loss(i, h, step):
+        z = torch.ones(3, 4, dtype=torch.float64)
+        z[i, h] += step
+        return evaluate(net, ids, z, batch=4)
+    found = score(net, ids, 'taylor', batch=4)
+    for i, h in ((0, 0), (1, 3), (2, 2)):
+        assert found[i, h] == pytest.approx((loss(i, h, -eps) - loss(i, h, eps)) / (2*eps), rel=1e-3, abs=1e-6)
+    assert (score(net, ids, 'gradient', batch=4) >= found.abs() - 1e-6).all()
+
 def test_half_precision_and_double():
     for dtype in (torch.float64, torch.bfloat16):
         for method in METHODS: assert score(model().to(dtype), IDS, method, batch=4).isfinite().all(), (dtype, method)
