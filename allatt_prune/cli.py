@@ -16,9 +16,10 @@ from .corpora import NAMES, cache_folder, load_corpus
 from .data import DataError, need, visible
 from . import generate                              # LM learns to write
 from .gates import HeadGates
-from .importance import choose_heads, chooser, score
+from .importance import choose_heads, score
 from .model import LM, LMConfig
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
+from .repair import chooser
 from .resume import Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
 from .study import markdown
@@ -170,9 +171,10 @@ def _score(args, changes):
     model = LM.from_pretrained(args.model).to(pick_device(args.device))
     text = text_for(args.model, args.corpus, args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]
-    scores = score(model, ids, recipe.method, seed=recipe.seed)
-    keep = choose_heads(model, ids, recipe.method, recipe.sparsity,
-                        per_layer=recipe.per_layer, rounds=recipe.rounds, seed=recipe.seed)
+    how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
+    scores = score(model, ids, recipe.method, **how)
+    keep = choose_heads(model, ids, recipe.method, recipe.sparsity, per_layer=recipe.per_layer, rounds=recipe.rounds,
+                        **how)
     rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(*row)), int(row[1].sum())]
             for i, row in enumerate(zip(scores.tolist(), keep), 1)]
     print(markdown(['', *(f'head {h}' for h in range(1, scores.shape[1] + 1)), 'kept'], rows))

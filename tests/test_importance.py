@@ -2,8 +2,9 @@
 import math
 import pytest, torch
 from allatt_prune.data import DataError
-from allatt_prune.importance import METHODS, REPAIRS, choose_heads, keep_mask, score
+from allatt_prune.importance import METHODS, choose_heads, keep_mask, score
 from allatt_prune.model import LM, LMConfig
+from allatt_prune.repair import REPAIRS
 from allatt_prune.train import evaluate
 
 KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]), memoryless=dict(mem_len=0), zeros=dict(zero_memory=True),
