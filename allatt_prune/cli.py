@@ -20,6 +20,7 @@ from .importance import choose_heads, score
 from .model import LM, LMConfig
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
 from .repair import chooser
+from .sparsity import gates_for, sparsity_for
 from .resume import Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
 from .study import markdown
@@ -64,6 +65,8 @@ def _parser():
     _training(add, 'runs/pruned')
     add('--control', 'train the model on without gates, too, for as long: what the pruned one is to be compared with',
         action='store_true')
+    add('--params', 'the most parameters of the pruned model, in place of --sparsity')
+    add('--macs', 'the most multiply-accumulates per token, in place of --sparsity')
     add = _command(jobs, 'evaluate', 'score a text with a saved model', usage=' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
     add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
@@ -123,6 +126,12 @@ def _to_prune(args, changes): # the recipe for a trained model
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
     ours = checkpoint.place(args.model) in checkpoint.shipped().values()
     if ours: changes.setdefault('corpus', 'pydocs')           # the text of such a model is not here
+    budget = {x: _number(args, x, float) for x in ('params', 'macs') if getattr(args, x) is not None}
+    need(not budget or 'sparsity' not in changes, 'sparsity', changes.get('sparsity'), 'a budget is given, too', 'give one')
+    for name, most in budget.items():
+        share = sparsity_for(model.cfg, **{name: most}, batch=changes.get('batch', recipe.batch))
+        need(share, name, f'{most:g}', 'the whole model fits', 'give less')
+        changes['sparsity'] = max(share, changes.get('sparsity', 0))
     recipe = replace(recipe, **shape | changes)
     text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '
@@ -148,10 +157,10 @@ def _train(args, changes): # run, train, prune
     baseline = args.model if args.command == 'prune' and not args.resume else None
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
-                   choose=chooser(recipe))
+                   choose=chooser(recipe), gating=gates_for)
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
         said = f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one'
-        if kept in (0, 1): warnings.warn(said)
+        if kept in (0, 1) and not recipe.sparsity: warnings.warn(said)
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
         if Processes().rank == 0: print(table(rows), visible(left), sep='\n\n')
 
@@ -167,7 +176,7 @@ def _evaluate(args, changes):
         if Processes().rank == 0: print(f'{args.split}: {found}')
 
 def _score(args, changes):
-    recipe = get_recipe('tiny', **dict(method='leave_one_out') | changes)
+    recipe = get_recipe('tiny', **dict(method='leave_one_out', sparsity=.4) | changes)
     model = LM.from_pretrained(args.model).to(pick_device(args.device))
     text = text_for(args.model, args.corpus, args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]

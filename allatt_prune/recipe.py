@@ -39,8 +39,8 @@ class Recipe(LMConfig):
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
     l0_exact: bool = False # the L0 loss counts open gates, not those with s' > 0 as the paper's
-    method: str = 'gates' # how heads are chosen: trained gates as in the paper, or a score of 17_importance
-    sparsity: float = .4 # share of the heads that a score removes
+    method: str = 'gates' # how heads are chosen: gates or subset, which are trained, or a score of 17_importance
+    sparsity: float = 0. # share of the heads to remove; 0: as many as trained gates close at lam
     per_layer: bool = False # a score removes the same share in each layer
     rounds: int = 1 # steps in which a score removes heads, scoring what is left again
     score_tokens: int = 10_000 # tokens of training text that a score reads
@@ -64,8 +64,9 @@ class Recipe(LMConfig):
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
         need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
+        need(self.sparsity or self.method == 'gates', 'sparsity', 0, f'method {self.method} needs a share', 'give 0.4')
         g, n = self.gate_steps, self.prune_steps
-        need(g <= n or self.method != 'gates', 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
+        need(g <= n or self.method not in ('gates', 'subset'), 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         need(self.eval_tokens != 1, 'eval_tokens', 1, 'nothing to predict', 'give 2 or more, or 0 for all')
 
     def config(self, vocab: int) -> LMConfig:

@@ -77,7 +77,7 @@ def chooser(
 ) -> Callable|None: # as `choose` for `run`; None for trained gates
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
-    if r.method == 'gates': return None
+    if r.method in ('gates', 'subset'): return None
     for kind, known in (('method', METHODS), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]

@@ -36,10 +36,11 @@ def prune_path(
     run_dir: Path, # receives metrics.jsonl, checkpoints/, baseline/, control/, gated/, pruned/
     device: str = 'cpu',
     models: tuple = MODELS, # which of them
-    choose: Callable|None = None # instead of gates: of baseline, corpus -> heads that stay (l h), model without others
+    choose: Callable|None = None, # instead of gates: of baseline, corpus -> heads that stay (l h), model without others
+    gating: Callable|None = None # of a recipe -> gates, what else `train` is given with them; None: those of the recipe
 ) -> tuple[dict[str, LM], HeadGates|None, Tensor|None]: # models by name; the frozen gates; heads that stay (l h)
     "Baseline, control, gated, pruned: trained, or loaded if they are in `run_dir`."
-    world, found, gates, keep = Processes(), {}, None, None
+    world, found, gates, keep, how = Processes(), {}, None, None, {}
     kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
     def new(name): # the model, and which heads it has
         if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
@@ -48,12 +49,16 @@ def prune_path(
         if name == 'pruned': keep, model = choose(found['baseline'], corpus)
         else: model = LM(recipe.config(len(corpus.vocab))).to(device) if first else copy.deepcopy(found['baseline'])
         train(model, corpus, recipe if name in ('baseline', 'gated') else recipe.pruning(),
-              gates if name == 'gated' else None, run_dir, phase=name, start=0 if first else recipe.steps, resume=True)
+              gates if name == 'gated' else None, run_dir, phase=name, start=0 if first else recipe.steps, resume=True,
+              **(how if name == 'gated' else {}))
         return model, keep
     for name in models:
         ready = (run_dir/name).exists()
         world.meet()                                           # nobody saves it before all have looked
-        if name == 'gated': gates = (HeadGates.from_pretrained(run_dir/name) if ready else recipe.gates()).to(device)
+        if name == 'gated':
+            made, how = gating(recipe) if gating and not ready else (recipe.gates(), {})
+            gates = (HeadGates.from_pretrained(run_dir/name) if ready else made).to(device)
+            for module in how.get('keep', {}).values(): module.to(device)
         found[name], keep = (LM.from_pretrained(run_dir/name).to(device), None) if ready else new(name)
         more = dict(gates=gates.state_dict()) if name == 'gated' else {}
         if keep is not None: more |= dict(keep=keep.int().tolist())
@@ -121,7 +126,8 @@ def write_report(
     "report.md, report.json, figures, model cards."
     r, unit, figures, said = about['recipe'], about['unit'], {}, [f"Seed {about['recipe']['seed']}."]
     if keep is not None:
-        how = f"Lambda {r['lam']}" if records else f"Heads chosen by {r['method']}, repair: {r['repair']}"
+        how = f"Sparsity {r['sparsity']:g}, trained {r['method']}" if r['sparsity'] else f"Lambda {r['lam']}"
+        if not records: how = f"Heads chosen by {r['method']}, repair: {r['repair']}"
         said += [f"{how}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
         probs, steps = ([rec[k] for rec in records] for k in ('open_prob', 'step'))
         figures = {'heads.png': _png(plot_heads(keep))}
@@ -253,7 +259,7 @@ def run(
     *, resume: bool = False, # go on where the run in `run_dir` was interrupted
     models: tuple = MODELS, # which to make
     baseline: str|Path|None = None, # folder of a trained model to begin with; None: train one
-    choose: Callable|None = None # as for `prune_path`; None: train gates
+    choose: Callable|None = None, gating: Callable|None = None # as for `prune_path`
 ) -> list[dict]: # the rows of the table
     "Train, gate, remove, evaluate, time; leaves a run directory. `Stopped` after a signal."
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
@@ -279,7 +285,7 @@ def run(
         if resume and world.rank == 0: write_metrics(run_dir, read_log(run_dir)['records'])
         if resume and (rows := _finished(run_dir, models)): return rows
         if world.rank == 0: checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # a report will be made again
-        found = prune_path(recipe, text, run_dir, device, models, choose)
+        found = prune_path(recipe, text, run_dir, device, models, choose, gating)
         return _report(*found, recipe, text, run_dir, device)
 
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table

@@ -8,6 +8,7 @@ __all__ = ['SMALL', 'BESIDE', 'command', 'outcome', 'finished', 'recorded', 'joi
 
 # %% ../nbs/16_study.ipynb #fdd30733
 import json, shlex, statistics, time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -46,10 +47,12 @@ def outcome(run_dir: str|Path) -> dict:
     return report | dict(curves=curves)
 
 def finished(
-    recipe: Recipe, folder: str|Path, models: tuple = MODELS, baseline: str|Path|None = None # as those of `run`
+    recipe: Recipe, folder: str|Path, models: tuple = MODELS, # as those of `run`
+    baseline: str|Path|None = None, choose: Callable|None = None, gating: Callable|None = None
 ) -> dict:
     "The `outcome` of a run that is begun, gone on with or only read, as is needed."
-    run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline)
+    how = dict(models=models, baseline=baseline, choose=choose, gating=gating)
+    run(recipe, None, folder, resume=Path(folder).exists(), **how)
     return outcome(folder)
 
 # %% ../nbs/16_study.ipynb #3b40fd21

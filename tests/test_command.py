@@ -292,6 +292,17 @@ def test_heads_chosen_by_a_score(folder):
     assert [line.split('|')[6] for line in again.stdout.splitlines()[2:5]] == [line.split('|')[6] for line in done.stdout.splitlines()[2:5]]
     assert 'Heads chosen by gradient, repair: least_squares' in (folder/'x'/'report.md').read_text()
 
+def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
+    short = [*TOY, '--corpus', 'own.txt', '--lam-warmup', '1']
+    for i, (how, kept) in enumerate(((['--sparsity', '0.75'], 2), (['--sparsity', '.5', '--method', 'subset'], 4), (['--macs', '1'], 'macs=1.0: too few even without any head; give more'),
+                                     (['--macs', '1e9'], 'macs=1e+09: the whole model fits; give less'))):
+        done = command('prune', 'good', *short, *how, '--run-dir', f'x{i}', cwd=folder)
+        if type(kept) is str: assert (done.returncode, done.stderr) == (2, f'allatt-prune: error: {kept}\n')
+        else: assert done.returncode == 0 and f'| pruned | {kept} of 8 |' in done.stdout, done.stderr
+    assert 'Sparsity 0.5, trained subset' in (folder/'x1'/'report.md').read_text() and not (folder/'x2').exists()
+    both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
+    assert 'sparsity=0.5: a budget is given, too' in both.stderr
+
 def test_what_a_model_writes(folder):
     def said(*args, **how): return command('sample', 'tiny-books', '--n', '40', *args, cwd=folder, **how).stdout
     first = said('--prompt', 'the sea ')
