@@ -10,7 +10,7 @@ extras = {key.removesuffix('_requirements'): cfg[key].split() for key in cfg if 
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
-    author=cfg['author'], license='Apache-2.0',
+    author=cfg['author'], license='Apache-2.0', classifiers=cfg['classifiers'].splitlines(),
     long_description=Path('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_name']]), package_data={cfg['lib_name']: ['models/*/*']},
     python_requires='>=' + cfg['min_python'],
