@@ -10,9 +10,8 @@ import ast, hashlib, json, os, re, sysconfig
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-import numpy as np, torch
+import numpy as np
 from einops import rearrange
-from torch import Tensor
 
 # %% ../nbs/00_data.ipynb #12e0299a
 _digits = dict(zip('0123456789', 'zero one two three four five six seven eight nine'.split()))
@@ -111,7 +110,8 @@ class Streams:
         self.x, self.y = (rearrange(np.asarray(ids)[i:batch*n + i], '(b n) -> b n', b=batch) for i in (0, 1))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len
-    def __getitem__(self, i) -> tuple[Tensor, Tensor]: # ids and targets, both (b t), int64
+    def __getitem__(self, i) -> tuple: # ids and targets, both (b t), int64
+        import torch # here, because it takes seconds, and the rest does without
         if not 0 <= i < len(self): raise IndexError(i)
         at = slice(i*self.seg_len, (i+1)*self.seg_len)
         return tuple(torch.from_numpy(a[:, at].astype(np.int64)) for a in (self.x, self.y))

@@ -8,11 +8,8 @@ __all__ = ['SETTINGS', 'RECIPES', 'Recipe', 'get_recipe', 'lr_at', 'make_optimiz
 # %% ../nbs/06_recipe.ipynb #6b3ceaeb
 import difflib, math
 from dataclasses import dataclass, fields, replace
-import torch
-from torch import nn
+from .config import LMConfig
 from .data import need
-from .gates import HeadGates
-from .model import LM, LMConfig
 
 # %% ../nbs/06_recipe.ipynb #6a0a30ac
 @dataclass
@@ -73,8 +70,9 @@ class Recipe(LMConfig):
         "The model's configuration for a vocabulary of that size; cutoffs beyond it fall away."
         shape = {f.name: getattr(self, f.name) for f in fields(LMConfig)}
         return LMConfig(**shape | dict(vocab=vocab, cutoffs=[c for c in self.cutoffs if c < vocab]))
-    def gates(self) -> HeadGates:
-        "New gates for that model."
+    def gates(self):
+        "New gates, a `HeadGates`, for that model."
+        from allatt_prune.gates import HeadGates               # here, because a recipe can be read without PyTorch
         return HeadGates(self.n_layer, self.n_head, self.gate_init, scale=self.output_scale, exact=self.l0_exact)
     def pruning(self) -> 'Recipe':
         "The same recipe with the schedule of the pruning phase."
@@ -132,6 +130,7 @@ def _lamb(params, lr):
 
 class _ByLayer: # LAMB for gates: each layer's row is a tensor with a norm of its own
     def __init__(self, gates, lr):
+        from torch import nn
         self.whole, self.rows = gates, [nn.Parameter(row) for row in gates.detach()]   # they share their memory
         self.opt = _lamb(self.rows, lr)
         self.state_dict, self.load_state_dict = self.opt.state_dict, self.opt.load_state_dict
@@ -141,11 +140,12 @@ class _ByLayer: # LAMB for gates: each layer's row is a tensor with a norm of it
         self.opt.step()
 
 def make_optimizers(
-    model: LM,
-    gates: nn.Module|None,
+    model, # an LM
+    gates, # a module, or None
     r: Recipe # names the optimizers and the rates
 ) -> list: # the model's, then the gates' if there are any
     "LAMB or AdamW for the model, Adam or LAMB for the gates."
+    import torch
     how = dict(betas=(.9, .99), weight_decay=0.)
     if r.optimizer == 'lamb': opts = [_lamb(model.parameters(), r.lr)]
     else: opts = [torch.optim.AdamW(model.parameters(), r.lr, **how)]

@@ -34,7 +34,7 @@ def test_imports_point_backwards():
 def test_notebook_links_exist():
     for path in NOTEBOOKS:
         text = '\n'.join(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown')
-        for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|svg|json))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
+        for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|svg|json|md))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
 
 def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     from allatt_prune.run import table
