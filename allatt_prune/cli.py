@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../nbs/19_cli.ipynb #78990def
-import contextlib, errno, itertools, json, os, re, signal, sys, threading, time, warnings
+import contextlib, errno, itertools, json, logging, os, re, signal, sys, threading, time, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch
@@ -20,7 +20,7 @@ from .model import LM
 from .options import FIELDS, JOBS, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, get_recipe
 from .repair import chooser
-from .resume import Processes, Stopped
+from .resume import LOG, Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
 from .sparsity import gates_for, sparsity_for
 from .study import markdown
@@ -69,6 +69,10 @@ def _train(args, changes): # run, train, prune
             need(mine == theirs, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
+    threads, load, cores = torch.get_num_threads(), os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0, os.cpu_count()
+    crowded = threads > 1 and load + threads > cores + 1
+    if crowded: warnings.warn(f'threads={threads}: {load:.0f} others work on {cores} cores, and waiting for each other can '
+                              'take several times as long; set OMP_NUM_THREADS=1')
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
@@ -208,7 +212,10 @@ def _as_seen_from_outside(): # signals raise Stopped, a warning is one line, sig
 
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        LOG.addHandler(logging.StreamHandler())                # lines about what is done, to stderr
+        LOG.setLevel(logging.INFO)
+        argv = sys.argv[1:]
     with _as_seen_from_outside():
         try: return _run(argv)
         except Stopped as e:

@@ -188,7 +188,8 @@ def evaluate(
     ids, # 1-D integer array; all but the first are predicted
     z: Tensor|None = None, # (l h) head multipliers; None: all 1
     batch: int = 1, # streams; more is faster, but each begins without memory
-    *, world: OneProcess = OneProcess() # of several processes, each takes its share of the streams
+    *, world: OneProcess = OneProcess(), # of several processes, each takes its share of the streams
+    after: Callable|None = None # called with the number of symbols after every segment
 ) -> Score|None: # nats per token, the same on all processes; None if the training was asked to stop meanwhile
     "Mean negative log-likelihood of a text. ValueError if there is nothing to predict."
     need(type(batch) is int and batch >= 1, 'batch', batch, 'not a number of streams', 'give 1 or more')
@@ -206,6 +207,7 @@ def evaluate(
         here = y[:, i:i+step]
         loss, mems = model(x[:, i:i+step], here, mems, z)
         if n := (here != -100).sum(): total += loss.double() * n
+        if after: after(here.numel())
     model.train(mode)
     total, stopped = world.sums(total, world.stopping)
     return None if stopped else Score(total / (len(ids) - 1), len(ids) - 1)

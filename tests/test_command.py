@@ -284,7 +284,7 @@ def test_heads_chosen_by_a_score(folder):
         assert (said.returncode, said.stderr, said.stdout.count('(')) == (0, '', 4), said.stderr     # 4 of 8 heads go
     prune = ['prune', 'good', *TOY, *how, '--method', 'gradient', '--repair', 'least_squares', '--run-dir', 'x']
     done = command(*prune, '--control', cwd=folder)
-    assert done.returncode == 0 and '| pruned | 4 of 8 |' in done.stdout, done.stderr
+    assert done.returncode == 0 and '| pruned | 4/8 |' in done.stdout, done.stderr
     keep = json.loads((folder/'x'/'pruned'/'keep.json').read_text())
     assert sum(map(sum, keep)) == 4 and json.loads((folder/'x'/'report.json').read_text())['keep'] == keep
     shutil.rmtree(folder/'x'/'pruned')                                               # trained again from its checkpoint
@@ -298,7 +298,7 @@ def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
                                      (['--macs', '1e9'], 'macs=1e+09: the whole model fits; give less'))):
         done = command('prune', 'good', *short, *how, '--run-dir', f'x{i}', cwd=folder)
         if type(kept) is str: assert (done.returncode, done.stderr) == (2, f'allatt-prune: error: {kept}\n')
-        else: assert done.returncode == 0 and f'| pruned | {kept} of 8 |' in done.stdout, done.stderr
+        else: assert done.returncode == 0 and f'| pruned | {kept}/8 |' in done.stdout, done.stderr
     assert 'Sparsity 0.5, trained subset' in (folder/'x1'/'report.md').read_text() and not (folder/'x2').exists()
     both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
     assert 'sparsity=0.5: a budget is given, too' in both.stderr
@@ -326,4 +326,4 @@ def test_words_with_an_adaptive_softmax(folder):
 def test_every_head_may_go(folder):
     done = command(*OWN, '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert '| pruned | 0 of 8 |' in done.stdout
+    assert '| pruned | 0/8 |' in done.stdout
