@@ -13,6 +13,8 @@ setup(
     long_description=Path('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_name']]), package_data={cfg['lib_name']: ['models/*/*']},
     python_requires='>=' + cfg['min_python'],
-    install_requires=cfg['requirements'].split(), extras_require={'dev': cfg['dev_requirements'].split()},
+    install_requires=cfg['requirements'].split(),
+    extras_require={'hf': cfg['hf_requirements'].split(),
+                    'dev': f"{cfg['hf_requirements']} {cfg['dev_requirements']}".split()},
     entry_points={'console_scripts': cfg['console_scripts'].split()},
 )
