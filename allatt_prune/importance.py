@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STATISTICS', 'METHODS', 'REPAIRS', 'segment_losses', 'watched', 'entropy', 'gini', 'distance', 'concentration',
            'on_persistent', 'attention_statistics', 'output_difference', 'gradients', 'leave_one_out', 'magnitude',
-           'known_name', 'score', 'keep_mask', 'gram', 'nothing', 'scaled', 'mean_folded', 'least_squares',
-           'choose_heads', 'chooser', 'soft_top_k', 'SubsetGates']
+           'known_name', 'score', 'keep_mask', 'gram', 'mean_fit', 'least_squares_fit', 'nothing', 'scaled',
+           'mean_folded', 'least_squares', 'choose_heads', 'chooser', 'soft_top_k', 'SubsetGates']
 
 # %% ../nbs/17_importance.ipynb #501425fb
 import difflib, math
@@ -205,14 +205,29 @@ def gram(
 
 def _columns(keep, d): return keep.repeat_interleave(d) # (h) -> (h d)
 
+def mean_fit(
+    G: Tensor, # (k k) second moments of the inputs of an output projection, the last of which is 1
+    W: Tensor, # (k c) its weights, the last row is its bias
+    stays: Tensor # (k), True for what stays; the last must
+) -> Tensor: # new weights of what stays
+    "Weights as they were, and the mean of what goes in the bias."
+    found, mean = W[stays], G[-1] / G[-1, -1]
+    found[-1] += (mean * ~stays) @ W
+    return found
+
+def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `mean_fit`; the last need be no bias
+    "The weights whose output comes closest to the output of all."
+    A = G[stays][:, stays]
+    return torch.linalg.solve(A + 1e-6 * A.diagonal().mean() * torch.eye(len(A)).to(A), G[stays] @ W)
+
 @torch.no_grad()
-def _refit(model, keep, ids, fit): # fit(G, W, columns that stay) -> (c k) weight, (c) bias
+def _refit(model, keep, ids, fit):
     small, keep = remove_heads(model, keep, keep.float()), keep.cpu()
     for layer, old, G, stays in zip(small.layers, model.layers, gram(model, ids), keep):
         if layer.attn is None: continue
         W = torch.cat([old.attn.wo.weight, old.attn.wo.bias[:, None]], 1).T.double() # (hd+1 c)
-        weight, bias = fit(G, W, _columns(stays, model.cfg.d_head).to(W.device))
-        layer.attn.wo.weight.copy_(weight); layer.attn.wo.bias.copy_(bias)
+        found = fit(G, W, F.pad(_columns(stays, model.cfg.d_head), (0, 1), value=True).to(W.device))
+        layer.attn.wo.weight.copy_(found[:-1].T); layer.attn.wo.bias.copy_(found[-1])
     return small
 
 def nothing(model: LM, keep: Tensor, ids=None) -> LM:
@@ -225,19 +240,11 @@ def scaled(model: LM, keep: Tensor, ids=None) -> LM:
 
 def mean_folded(model: LM, keep: Tensor, ids) -> LM:
     "The mean of what goes is folded into the output bias."
-    def fit(G, W, stays):
-        mean = G[-1, :-1] / G[-1, -1]
-        return W[:-1][stays].T, W[-1] + (mean * ~stays) @ W[:-1]
-    return _refit(model, keep, ids, fit)
+    return _refit(model, keep, ids, mean_fit)
 
 def least_squares(model: LM, keep: Tensor, ids) -> LM:
     "W_o and bias of what stays are fitted to the whole layer's output."
-    def fit(G, W, stays):
-        K = F.pad(stays, (0, 1), value=True)
-        A = G[K][:, K]
-        found = torch.linalg.solve(A + 1e-6 * A.diagonal().mean() * torch.eye(len(A)).to(A), G[K] @ W)
-        return found[:-1].T, found[-1]
-    return _refit(model, keep, ids, fit)
+    return _refit(model, keep, ids, least_squares_fit)
 
 REPAIRS = dict(nothing=nothing, scaled=scaled, mean_folded=mean_folded, least_squares=least_squares)
 
