@@ -29,7 +29,8 @@ def check_version(version: str): # as transformers gives it
     found, (old, new) = tuple(map(int, re.findall(r'\d+', version)[:2])), TESTED
     name = lambda v: '.'.join(map(str, v))
     if found < old: raise ImportError(f"transformers={version}: older than {name(old)}; pip install 'allatt_prune[hf]'")
-    if found > new: warnings.warn(f'transformers={version}: tested up to {name(new)}; run the tests of hf', stacklevel=2)
+    said = f'transformers={version}: tested up to {name(new)}; run the tests of hf'
+    if found > new: warnings.warn(said, stacklevel=2)
 
 try: import transformers
 except ImportError: raise ImportError("transformers=None: not installed; pip install 'allatt_prune[hf]'") from None
@@ -166,8 +167,8 @@ def _card(model):
         f'# {name} with {sum(map(len, kept))} of {heads * len(kept)} attention heads', '',
         f'{sum(p.numel() for p in model.parameters()):,} parameters. transformers knows this model once'
         ' `allatt_prune.hf` is imported; then it loads as any model does:', '', '```python', 'import allatt_prune.hf',
-        'from transformers import AutoModel # or the one for the task', "model = AutoModel.from_pretrained('this folder')",
-        '```', '', '| layer | heads, or groups that share keys and values | kept |', '|---|---|---|', *rows, ''])
+        'from transformers import AutoModel # or that of the task',
+        "model = AutoModel.from_pretrained('this folder')", '```', '', '| layer | heads, or groups that share keys and values | kept |', '|---|---|---|', *rows, ''])
 
 class Pruned:
     "What `pruned_class` puts before a model class."
@@ -245,7 +246,8 @@ def _observe(model, batches, z, look, how=None): # look(..., as for `masked`, ..
     def see(*seen): look(*seen, real)
     with masked(model, z, see, how):
         for batch in batches:
-            real = rearrange(batch.get('attention_mask', torch.ones_like(batch['input_ids'])), '... t -> (...) t').bool()
+            real = batch.get('attention_mask', torch.ones_like(batch['input_ids']))
+            real = rearrange(real, '... t -> (...) t').bool()
             model(**batch)
 
 def _weights(q, k, mask, how, at): # (b h t d), (b g s d), to be added to scores or None, options, queries -> (b h at s)
@@ -294,7 +296,7 @@ def output_difference(model, batches, z): # -> (l h), from 0
     return (found[0] / found[1].clamp(min=1e-30)).sqrt()
 
 def _loss(model, batch):
-    need('labels' in batch, 'labels', None, 'there is no loss without', 'put labels into the batches, or take another method')
+    need('labels' in batch, 'labels', None, 'there is no loss without', 'put them into the batches, or take another method')
     return model(**batch).loss
 
 def gradients(model, batches, z): # -> (batches l h), -z dL/dz of each batch
@@ -416,7 +418,7 @@ def gated(
     "Meanwhile, every forward pass of the model is masked by what the gates say, and trains them."
     now = []
     def draw(*_): now[:] = [gates.train(model.training)()]
-    hook = model.register_forward_pre_hook(draw)
+    hook = model.base_model.register_forward_pre_hook(draw)
     try:
         with masked(model, lambda: now[0]): yield
     finally: hook.remove()
