@@ -6,7 +6,7 @@
 __all__ = ['TESTED', 'ARCHITECTURES', 'PRUNED', 'TASKS', 'METHODS', 'REPAIRS', 'check_version', 'attentions', 'shape', 'masked',
            'Pruned', 'pruned_class', 'remove_heads', 'attention_statistics', 'output_difference', 'gradients',
            'evaluate', 'leave_one_out', 'magnitude', 'score', 'gram', 'nothing', 'scaled', 'mean_folded',
-           'least_squares', 'gated', 'GateCallback']
+           'least_squares', 'gated', 'GateCallback', 'open_folder', 'text_batches']
 
 # %% ../nbs/18_hf.ipynb #7a93be8a
 import copy, math, re, sys, warnings, weakref
@@ -444,3 +444,33 @@ class GateCallback(TrainerCallback):
         self.optimizer.zero_grad()
         if state.global_step + 1 >= self.gate_steps: self.gates.freeze()
     def on_train_end(self, args, state, control, **how): self.gates.freeze()
+
+# %% ../nbs/18_hf.ipynb #30bb4a39
+def open_folder(
+    path: str|Path # a folder with a model and its tokenizer
+) -> tuple: # model, in evaluation mode; tokenizer
+    "Both, of the classes that the folder names. OSError if one is missing."
+    if not any((Path(path)/f'tokenizer{part}.json').is_file() for part in ('', '_config')):
+        raise OSError(f'tokenizer={path}: none there; put it there by its save_pretrained')
+    try:
+        name = (AutoConfig.from_pretrained(path, local_files_only=True).architectures or ['none'])[0]
+        model = getattr(transformers, name, globals().get(name)).from_pretrained(path, local_files_only=True)
+        return model, transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as e:                                     # of many kinds, and of many lines
+        raise OSError(f'model={path}: {str(e).strip().splitlines()[0][:200]}; give a folder with a whole model') from e
+
+def text_batches(
+    model, tokenizer, # as from `open_folder`
+    text: str,
+    tokens: int = 10_000, # to read at most
+    *, length: int = 128, batch: int = 8 # tokens of an example; examples
+) -> list[dict]: # for `score`
+    "A text in pieces of one length. A rest that is shorter is left out."
+    length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa counts from 2
+    found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)['input_ids']
+    rows = torch.tensor([row for row in found if len(row) == length][:max(1, tokens // length)])
+    need(len(rows), 'text', f'{len(text)} characters', f'less than one piece of {length} tokens', 'give more')
+    top, size = int(rows.max()), model.get_input_embeddings().num_embeddings
+    need(top < size, 'tokenizer', f'token {top}', f'the model knows {size}', 'give the tokenizer of this model')
+    continues = type(model).__name__.endswith(('ForCausalLM', 'LMHeadModel'))
+    return [dict(input_ids=x, **dict(labels=x) if continues else {}) for x in rows.split(batch)]

@@ -367,3 +367,61 @@ def test_versions():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         hf.check_version(transformers.__version__)
+
+def folder_of(path, kind, **changes): # with a tokenizer of letters
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    made(kind, **changes).save_pretrained(path)
+    letters = Tokenizer(models.WordLevel({c: i for i, c in enumerate('?abcdefghijklmnopqrstuvwxyz ')}, unk_token='?'))
+    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token='?').save_pretrained(path)
+    return path
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys):
+    from allatt_prune.cli import main
+    (tmp_path/'own.txt').write_text('one two buckle my shoe three four knock at the door ' * 60)
+    monkeypatch.chdir(tmp_path)
+    def run(line):
+        status = 0
+        try: main(f'{line} --corpus own.txt --cache cache --device cpu'.split())
+        except SystemExit as e: status = e.code
+        out = capsys.readouterr()
+        return status, out.out, out.err
+    return run
+
+def test_the_command_scores_and_prunes_a_folder(tmp_path, shell):
+    folder_of(tmp_path/'gpt2', 'gpt2', auto='AutoModelForCausalLM')
+    folder_of(tmp_path/'bert', 'bert')
+    status, out, err = shell('score gpt2 --method taylor --sparsity 0.25')
+    assert status == 0 and out.count('(') == 3 and 'taylor of each head, from 2,' in out, (out, err)
+    before = {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file() and 'cache' not in p.parts}
+    status, out, err = shell('prune gpt2 --method gradient --sparsity 0.5 --repair least_squares --run-dir small')
+    assert status == 0 and '| pruned | 6 |' in out and 'nats per token' in out, (out, err)
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'small')
+    assert sum(map(len, small.config.kept_heads)) == 6 and transformers.AutoTokenizer.from_pretrained(tmp_path/'small')('ab')['input_ids'] == [1, 2]
+    status, out, err = shell('prune bert --method entropy --sparsity 0.25 --per-layer true --run-dir encoder')
+    assert status == 0 and '| pruned | 9 |' in out, (out, err)
+    assert all(p.read_bytes() == x for p, x in before.items())
+
+def test_the_command_refuses_in_one_line(tmp_path, shell):
+    folder_of(tmp_path/'gpt2', 'gpt2', auto='AutoModelForCausalLM')
+    folder_of(tmp_path/'bert', 'bert')
+    folder_of(tmp_path/'many', 'bert', vocab_size=8)
+    made('bert').save_pretrained(tmp_path/'no-tokenizer')
+    hf.remove_heads(made('bert'), KEEP).save_pretrained(tmp_path/'small')
+    for name in ('tokenizer.json', 'tokenizer_config.json'): (tmp_path/'small'/name).write_bytes((tmp_path/'bert'/name).read_bytes())
+    folder_of(tmp_path/'no-weights', 'bert')
+    (tmp_path/'no-weights'/'model.safetensors').unlink()
+    folder_of(tmp_path/'cut', 'bert')
+    (tmp_path/'cut'/'model.safetensors').write_bytes((tmp_path/'bert'/'model.safetensors').read_bytes()[:-9])
+    (tmp_path/'taken').mkdir()
+    was = sorted(p for p in tmp_path.rglob('*') if 'cache' not in p.parts)
+    for line, status, said in (('score bert', 2, 'labels=None: there is no loss without'), ('score many --method entropy', 2, 'tokenizer=token'),
+                               ('score no-tokenizer --method entropy', 1, 'tokenizer=no-tokenizer: none there'), ('score cut --method entropy', 1, 'model=cut: '),
+                               ('score small --method entropy', 2, 'model=allatt_prune-bert: heads were removed before'), ('score no-weights --method entropy', 1, 'model=no-weights: '),
+                               ('prune bert --method gates --run-dir new', 2, 'method=gates: unknown'), ('prune bert --method entropy --repair glue --run-dir new', 2, 'repair=glue'),
+                               ('prune bert --method entropy --lam 0.1 --run-dir new', 2, '--lam=0.1: not for a model of transformers'), ('prune bert --method entropy --run-dir taken', 1, 'taken: exists'),
+                               ('prune bert --method persistent --run-dir new', 2, 'persistent'), ('score bert --rounds 2 --method entropy', 2, '--rounds=2: not for')):
+        found, out, err = shell(line)
+        assert found == status and said.replace('--', '') in err.replace('--', '') and err.count('\n') == 1 and err.startswith('allatt-prune: error: ') and '; ' in err, (line, found, out, err)
+    assert sorted(p for p in tmp_path.rglob('*') if 'cache' not in p.parts) == was
