@@ -265,8 +265,9 @@ def _scored(args, changes): # the module `hf`, recipe, model, tokenizer, batches
 def _score_transformers(args, changes):
     _, recipe, *_, batches, scores, keep = _scored(args, changes)
     _print_scores(scores, keep)
-    print(f"\n{recipe.method} of each head, from {sum(x['input_ids'].numel() for x in batches):,} tokens, higher is more "
-          f'important; in brackets: heads that go at sparsity {recipe.sparsity:g}')
+    tokens = sum(x['input_ids'].numel() for x in batches)
+    print(f'\n{recipe.method} of each head, from {tokens:,} tokens, higher is more important; '
+          f'in brackets: heads that go at sparsity {recipe.sparsity:g}')
 
 def _prune_transformers(args, changes):
     need(args.run_dir != '', 'run_dir', '', 'no name', 'give that of a folder to create')

@@ -130,6 +130,10 @@ def test_what_is_refused():
         refused(r'=\(3, 8\): not \(layers, groups\) = \(3, 4\): groups of 2 heads share', f, llama, torch.ones(3, 8))
         refused(r'=\(4, 3\): not \(layers, heads\) = \(3, 4\)', f, bert, torch.ones(4, 3))
     refused('z=non-zero: a head to be removed is still open', hf.remove_heads, bert, keep, torch.ones(3, 4))
+    odd = made('bert')
+    class Quantized(torch.nn.Linear): pass
+    odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
+    refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
     refused('z=.nan.: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
     flex = made('bert')
     flex.config._attn_implementation = 'flex_attention'
@@ -166,7 +170,7 @@ def test_the_card(tmp_path):
     small = hf.remove_heads(made('llama', auto='AutoModelForCausalLM'), KEEP)
     small.save_pretrained(tmp_path)
     card = (tmp_path/'README.md').read_text()
-    assert 'LlamaForCausalLM with 4 of 12 attention heads' in card and '| 1 | 3 of 4 | 0, 2, 3 |' in card and '| 0 | 0 of 4 | none |' in card
+    assert 'LlamaForCausalLM with 4 of 12 attention heads' in card and '0. none\n1. 0, 2, 3\n2. 1\n' in card
     (tmp_path/'README.md').write_text('mine')
     small.save_pretrained(tmp_path)
     assert (tmp_path/'README.md').read_text() == 'mine'
@@ -298,6 +302,15 @@ def test_scores_that_are_refused():
     for method in ('gradient', 'taylor', 'leave_one_out'): refused('labels=None: there is no loss without', model, plain, method)
     for method in ('entropy', 'output_difference', 'magnitude', 'random'): assert torch.equal(hf.score(model, plain, method), hf.score(model, batches, method))
     refused('heads were removed before', hf.remove_heads(model, KEEP), batches, 'entropy')
+    assert not model.training
+    refused('labels=None', model.train(), plain, 'taylor')
+    assert model.training and model.config._attn_implementation == 'sdpa'              # as they were
+
+def test_classes_of_the_same_name_are_not_confused():
+    class BertForSequenceClassification(transformers.BertForSequenceClassification): pass
+    mine = BertForSequenceClassification(config('bert'))
+    assert isinstance(hf.remove_heads(mine, KEEP), BertForSequenceClassification)
+    assert not isinstance(hf.remove_heads(made('bert'), KEEP), BertForSequenceClassification)
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_repairs(kind):
