@@ -121,7 +121,7 @@ def masked(
 # %% ../nbs/18_hf.ipynb #361d1107
 def _rows(f): # weight of a projection -> (outputs inputs), a view
     plain = type(f) in (nn.Linear, Conv1D)
-    need(plain, 'projection', type(f).__name__, 'not a plain one', 'merge adapters, or take the model before quantization')
+    need(plain, 'projection', type(f).__name__, 'not a plain one', 'merge adapters; remove before quantization')
     return f.weight.T if isinstance(f, Conv1D) else f.weight
 
 def _by_head(f, h): return _rows(f).T.unflatten(0, (h, -1)) # weight of an output projection -> (h d c), a view
@@ -434,6 +434,7 @@ def gated(
     gates: nn.Module # (l h) as from `shape`, on the device of the model
 ):
     "Meanwhile, every forward pass of the model is masked by what the gates say, and trains them."
+    _per_head(gates.open_mask(), 'gates', model)
     now = []
     def draw(*_): now[:] = [gates.train(model.training)()]
     hook = model.base_model.register_forward_pre_hook(draw)
@@ -475,7 +476,8 @@ def open_folder(
         model = getattr(transformers, name, globals().get(name)).from_pretrained(path, local_files_only=True)
         return model, transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as e:                                     # of many kinds, and of many lines
-        raise OSError(f'model={path}: {str(e).strip().splitlines()[0][:200]}; give a folder with a whole model') from e
+        why = (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+        raise OSError(f'model={path}: {why}; give a folder with a whole model') from e
 
 def text_batches(
     model, tokenizer, # as from `open_folder`

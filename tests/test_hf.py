@@ -4,6 +4,7 @@ import pytest, torch
 transformers = pytest.importorskip('transformers')
 from allatt_prune import hf
 from allatt_prune.gates import HeadGates
+from allatt_prune.importance import SubsetGates
 
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, max_position_embeddings=40, pad_token_id=0)
 KINDS = dict(
@@ -347,6 +348,11 @@ def test_gates():
     small = hf.remove_heads(model.eval(), gates)
     assert (hidden(small) - a).abs().max() < 1e-5 and not model.base_model._forward_pre_hooks
     with pytest.raises(ZeroDivisionError), hf.gated(model, gates): 1 / 0
+    with pytest.raises(ValueError, match=r'gates=\(4, 3\): not \(layers, heads\)'), hf.gated(model, HeadGates(4, 3)): pass
+    subset = SubsetGates(3, 4, keep=5)                                                  # a chosen number of heads
+    with hf.gated(model.train(), subset):
+        for _ in range(3): model.base_model(**batch('gpt2')).last_hidden_state.square().mean().backward()
+    assert subset.weight.grad.abs().sum() > 0 and sum(map(len, hf.remove_heads(model, subset).config.kept_heads)) == 5
     assert not model.base_model._forward_pre_hooks and model.config._attn_implementation == 'sdpa'
 
 def test_the_trainer(tmp_path):
