@@ -336,6 +336,28 @@ def test_repairs(kind):
         assert error(hf.least_squares, keep) <= error(hf.nothing, keep)
         if kind in ('bert', 'gpt2'): assert error(hf.least_squares, keep) <= error(hf.mean_folded, keep) + 1e-12 < error(hf.nothing, keep)
 
+@pytest.mark.parametrize('kind', ['bert', 'gpt2'])
+def test_what_repairs_put_into_the_first_layer(kind):
+    model, batches = for_scores(kind, dtype=torch.float64)
+    keep, read = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool(), []
+    def look(i, seen, out):
+        if i == 0: read.append(out[x['attention_mask'].bool()].flatten(1))
+    with torch.no_grad(), hf.masked(model, None, look):
+        for x in batches: model(**x)
+    x, stays = torch.cat(read), keep[0].repeat_interleave(8)
+    def projection(net):
+        layer, *_, out = hf.attentions(net)[0]
+        f = layer.get_submodule(out)
+        return (f.weight if kind == 'gpt2' else f.weight.T).detach(), f.bias.detach()
+    w, b = projection(model)
+    new, bias = projection(hf.mean_folded(model, keep, batches))
+    torch.testing.assert_close(new, w[stays])
+    torch.testing.assert_close(bias, b + x[:, ~stays].mean(0) @ w[~stays])
+    ones = torch.ones(len(x), 1, dtype=x.dtype)
+    want = torch.linalg.lstsq(torch.cat([x[:, stays], ones], 1), x @ w + b).solution   # ours is ridged by a millionth
+    new, bias = projection(hf.least_squares(model, keep, batches))
+    torch.testing.assert_close(torch.cat([new, bias[None]]), want, atol=1e-2, rtol=1e-2)
+
 def test_gates():
     model, gates = made('gpt2'), HeadGates(3, 4)
     gates.log_alpha.data = KEEP * 4. - 2                                                # 12 % and 88 % open
