@@ -48,7 +48,8 @@ def parser() -> Parser:
         add('name', 'the recipe', nargs='?')
         _training(add, 'runs/RECIPE')
     add = _command(jobs, 'prune', 'gate a trained model, remove heads, evaluate, time', SETTINGS, ' MODEL')
-    add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline; not with --resume', nargs='?')
+    add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline, or a folder of transformers; '
+        'not with --resume', nargs='?')
     _training(add, 'runs/pruned')
     add('--control', 'train the model on without gates, too, for as long: what the pruned one is to be compared with',
         action='store_true')
@@ -62,7 +63,7 @@ def parser() -> Parser:
     add('--batch', 'streams; more is faster, but each begins without memory (default: 1)', metavar='int')
     add('--mem-len', 'memory length (default: that of the training)', metavar='int')
     add = _command(jobs, 'score', 'score the heads of a trained model', SCORING, ' MODEL')
-    add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline, or a folder of transformers')
     add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
     add('--unit', 'char or word (default: that of the model)')
     add = _command(jobs, 'sample', 'let a model write', ['seed'], ' MODEL')

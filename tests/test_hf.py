@@ -1,0 +1,468 @@
+"Hugging Face models where they can break: every architecture, uneven and empty layers, both attention functions, caches, folders."
+import copy, subprocess, sys
+import pytest, torch
+transformers = pytest.importorskip('transformers')
+from allatt_prune import hf
+from allatt_prune.gates import HeadGates
+from allatt_prune.sparsity import SubsetGates
+
+SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, max_position_embeddings=40, pad_token_id=0)
+KINDS = dict(
+    distilbert=dict(vocab_size=60, dim=32, n_layers=3, n_heads=4, hidden_dim=40, max_position_embeddings=40),
+    bert=SMALL, roberta=SMALL | dict(max_position_embeddings=50),
+    gpt2=dict(vocab_size=60, n_embd=32, n_layer=3, n_head=4, n_positions=40, bos_token_id=1, eos_token_id=2),
+    llama=SMALL | dict(num_attention_heads=8, num_key_value_heads=4), mistral=SMALL | dict(num_attention_heads=8, num_key_value_heads=4, sliding_window=7),
+    qwen2=SMALL | dict(num_key_value_heads=4), qwen3=SMALL | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=6))
+DECODERS = [k for k in KINDS if k not in ('distilbert', 'bert', 'roberta')]
+KEEP = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0]]).bool()                # the first layer tells the cache how much was read
+IDS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+PAD = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] * 4 + [0] * 5])
+
+def config(kind, **changes): return transformers.CONFIG_MAPPING[kind](**KINDS[kind] | changes)
+
+def made(kind, how='sdpa', dtype=torch.float32, auto='AutoModelForSequenceClassification', **changes):
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config(kind, **changes), attn_implementation=how).to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters(): p += torch.randn_like(p) * .2                     # biases and norms, too
+    if kind == 'gpt2' and auto != 'AutoModelForCausalLM': model.config.pad_token_id = 0
+    return model
+
+def batch(kind): return dict(input_ids=IDS * PAD, attention_mask=PAD)
+
+def hidden(model, **how): # of tokens that are there
+    with torch.no_grad(): return model.base_model(**batch(None), **how).last_hidden_state[PAD.bool()]
+
+def z_of(keep): return keep * torch.rand(keep.shape, generator=torch.Generator().manual_seed(1)).add(.5)
+
+@pytest.mark.parametrize('how', ['eager', 'sdpa'])
+@pytest.mark.parametrize('kind', KINDS)
+def test_masked_equals_removed(kind, how):
+    for dtype, eps in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        model = made(kind, how, dtype)
+        whole = hidden(model)
+        for z in (KEEP.float(), z_of(KEEP), torch.zeros(3, 4), torch.ones(3, 4)):
+            with hf.masked(model, z): masked = hidden(model)
+            small = hf.remove_heads(model, z != 0, z)
+            print(kind, how, dtype, (hidden(small) - masked).abs().max(), (masked-whole).abs().max())
+            assert (hidden(small) - masked).abs().max() < eps
+            assert torch.equal(hidden(model), whole) and model.config._attn_implementation == how
+            if (z != 1).any(): assert (masked - whole).abs().max() > 1e-2
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_without_the_mask_of_padding_it_would_show(kind): # the trap of the interface for masks
+    model, long = made(kind), torch.cat([IDS[:, :4], IDS[:, :5]], 1)
+    with hf.masked(model, KEEP.float()), torch.no_grad():
+        short = model.base_model(input_ids=IDS[:, :4]).last_hidden_state
+        padded = model.base_model(input_ids=long, attention_mask=torch.tensor([[1] * 4 + [0] * 5] * 3)).last_hidden_state[:, :4]
+    assert (short - padded).abs().max() < 1e-5
+
+@pytest.mark.parametrize('cache', ['dynamic', 'static'])
+@pytest.mark.parametrize('kind', DECODERS)
+def test_generate(kind, cache):
+    model = made(kind, auto='AutoModelForCausalLM')
+    small = hf.remove_heads(model, KEEP)
+    prompt = dict(input_ids=IDS[:, :4], attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]))
+    how = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, cache_implementation=cache)
+    with hf.masked(model, KEEP.float()): want = model.generate(**prompt, **how)
+    assert torch.equal(small.generate(**prompt, **how), want)
+    assert not torch.equal(model.generate(**prompt, **how), want)
+
+AUTO = [(kind, f'AutoModelFor{task}') for kind in KINDS for task in hf.TASKS if (kind not in DECODERS and task != 'CausalLM') or
+        (kind in DECODERS and task not in ('MaskedLM', 'MultipleChoice'))] + [(kind, 'AutoModel') for kind in KINDS]
+
+@pytest.mark.parametrize('kind,auto', AUTO)
+def test_reloaded_is_the_same(kind, auto, tmp_path):
+    model = made(kind, auto=auto)
+    small = hf.remove_heads(model, KEEP, z_of(KEEP))
+    small.save_pretrained(tmp_path)
+    again, told = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(again) is type(small) and again.config.kept_heads == [[], [0, 2, 3], [1]]
+    assert not any(told[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
+    state = small.state_dict()
+    assert {*state} == {*again.state_dict()} and all(torch.equal(p, state[k]) for k, p in again.state_dict().items())
+    assert torch.equal(hidden(again), hidden(small))
+    assert {p.name for p in tmp_path.iterdir()} >= {'config.json', 'model.safetensors', 'README.md'}
+
+def test_the_model_is_as_before_whatever_happens():
+    model, look = made('bert', 'eager'), []
+    want = hidden(model)
+    with pytest.raises(ZeroDivisionError):
+        with hf.masked(model, KEEP.float()): 1 / 0
+    with pytest.raises(IndexError), hf.masked(model, KEEP.float()): model(input_ids=torch.tensor([[99]]))
+    assert torch.equal(hidden(model), want) and model.config._attn_implementation == 'eager'
+
+def test_masks_in_masks_and_two_models_at_once():
+    a, b = made('bert'), made('distilbert')
+    other = torch.ones(3, 4)
+    other[1, 2] = 0
+    with hf.masked(a, KEEP.float()): want_a = hidden(a)
+    with hf.masked(b, other): want_b = hidden(b)
+    with hf.masked(a, KEEP.float()):
+        with hf.masked(a, torch.ones(3, 4)), hf.masked(b, other):
+            assert torch.equal(hidden(b), want_b) and not torch.equal(hidden(a), want_a)
+        assert torch.equal(hidden(a), want_a)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_gradients_of_z(kind):
+    model, z = made(kind, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    def f(z):
+        with hf.masked(model, z): return model.base_model(**batch(kind)).last_hidden_state[PAD.bool()].square().mean()
+    found, eps = torch.autograd.grad(f(z), z)[0], 1e-3                                  # norms in float32 limit it in the Llama kind
+    for at in ((0, 0), (1, 2), (2, 3)):
+        step = torch.zeros(3, 4, dtype=torch.float64)
+        step[at] = eps
+        want = (f(z + step) - f(z - step)).item() / (2*eps)
+        assert found[at].item() == pytest.approx(want, rel=2e-3, abs=1e-5)
+
+def test_what_is_refused():
+    llama, bert, keep = made('llama'), made('bert'), KEEP
+    small = hf.remove_heads(bert, KEEP)
+    t5 = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, num_heads=2, num_layers=1, d_ff=8)
+    def refused(message, f, *args):
+        with pytest.raises(ValueError, match=message) as e: f(*args)
+        assert '\n' not in str(e.value) and '; ' in str(e.value)
+    def enter(*args):
+        with hf.masked(*args): pass
+    for f in (enter, hf.remove_heads):
+        refused('model=t5: not supported; give one of distilbert, bert', f, transformers.T5EncoderModel(t5), keep)
+        refused('model=Linear: not supported', f, torch.nn.Linear(2, 2), keep)
+        refused('model=allatt_prune-bert: heads were removed before; give the whole model', f, small, keep)
+        refused(r'=\(3, 8\): not \(layers, groups\) = \(3, 4\): groups of 2 heads share', f, llama, torch.ones(3, 8))
+        refused(r'=\(4, 3\): not \(layers, heads\) = \(3, 4\)', f, bert, torch.ones(4, 3))
+    refused('z=non-zero: a head to be removed is still open', hf.remove_heads, bert, keep, torch.ones(3, 4))
+    odd = made('bert')
+    class Quantized(torch.nn.Linear): pass
+    odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
+    refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
+    refused('z=.nan.: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
+    flex = made('bert')
+    flex.config._attn_implementation = 'flex_attention'
+    refused('attn_implementation=flex_attention: cannot be masked; give eager or sdpa', enter, flex, keep)
+    for bad in (None, [[0]] * 2, [[0]] * 4, [[4], [], []], [[1, 0], [], []], [[0, 0], [], []], [0, 1, 2], 'all', [['0'], [], []]):
+        small.config.kept_heads = bad
+        refused('kept_heads=.*: not the numbers of kept heads, up to 3, in 3 layers', type(small), small.config)
+
+def test_a_removed_model_is_a_model_like_any_other(tmp_path):
+    model = made('distilbert').train()
+    model.distilbert.embeddings.word_embeddings.weight.requires_grad_(False)
+    small = hf.remove_heads(model, KEEP)
+    assert small.training and not small.distilbert.embeddings.word_embeddings.weight.requires_grad
+    assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in small.parameters()) == 8 * (4 * 32 * 8 + 3 * 8)
+    optimizer = torch.optim.AdamW(small.parameters())
+    for _ in range(2):
+        loss = small(**batch(None), labels=torch.tensor([0, 1, 0])).loss
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    assert all(p.grad is not None for p in small.parameters() if p.requires_grad)
+    small.eval().save_pretrained(tmp_path)
+    for how in ('eager', 'sdpa'):
+        again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation=how)
+        assert (hidden(again) - hidden(small)).abs().max() < 1e-5
+    again.set_attn_implementation('eager')
+    maps = again(**batch(None), output_attentions=True).attentions
+    assert [m.shape[1] for m in maps] == [1, 3, 1]                                     # of the empty layer: one that sees nothing
+    half = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and (hidden(half) - hidden(small)).abs().max() < .1
+    assert torch.equal(hidden(copy.deepcopy(small)), hidden(small))
+    torch.save(small, tmp_path/'whole.pt')
+    assert torch.equal(hidden(torch.load(tmp_path/'whole.pt', weights_only=False)), hidden(small))
+
+def test_the_card(tmp_path):
+    small = hf.remove_heads(made('llama', auto='AutoModelForCausalLM'), KEEP)
+    small.save_pretrained(tmp_path)
+    card = (tmp_path/'README.md').read_text()
+    assert 'LlamaForCausalLM with 4 of 12 attention heads' in card and '0. none\n1. 0, 2, 3\n2. 1\n' in card
+    (tmp_path/'README.md').write_text('mine')
+    small.save_pretrained(tmp_path)
+    assert (tmp_path/'README.md').read_text() == 'mine'
+
+WITHOUT = """import sys, transformers
+try: getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1])
+except Exception as e: print(type(e).__name__, e)
+else: print('opened')"""
+
+@pytest.mark.parametrize('kind', ['distilbert', 'gpt2', 'llama'])
+def test_opened_without_us(kind, tmp_path):
+    model = made(kind)
+    hf.remove_heads(model, KEEP).save_pretrained(tmp_path)
+    def told(auto): return subprocess.run([sys.executable, '-c', WITHOUT, str(tmp_path), auto], capture_output=True, text=True, timeout=300)
+    assert f'allatt_prune-{kind}' in (out := told('AutoModel').stdout) and 'does not recognize' in out, out
+    plain = told(type(model).__name__)
+    assert 'opened' not in plain.stdout and 'RuntimeError' in plain.stdout and 'size' in plain.stdout, plain.stdout + plain.stderr
+    assert f'allatt_prune-{kind}' in plain.stderr
+
+def labelled(kind, auto):
+    x = batch(kind)
+    return x | dict(labels=x['input_ids'].masked_fill(PAD == 0, -100) if auto == 'AutoModelForCausalLM' else torch.tensor([0, 1, 1]))
+
+def for_scores(kind, **changes):
+    auto = 'AutoModelForCausalLM' if kind in DECODERS else 'AutoModelForSequenceClassification'
+    return made(kind, auto=auto, **changes), [labelled(kind, auto), {k: v[:2, :7] if v.dim() > 1 else v[:2] for k, v in labelled(kind, auto).items()}]
+
+def gini(p): # of (..., k) weights, by its definition: mean difference of all pairs, over twice the mean
+    k = p.shape[-1]
+    return (p[..., :, None] - p[..., None, :]).abs().sum((-1, -2)) / (2 * k * p.sum(-1))
+
+OF_MAPS = dict(
+    entropy=lambda p: -(p * p.clamp(min=1e-30).log()).sum(-1), sparsity=gini,
+    concentration=lambda p: p.sort(-1, descending=True).values[..., :-(-p.shape[-1] // 10)].sum(-1),
+    distance=lambda p: (p * (torch.arange(p.shape[-2])[:, None] - torch.arange(p.shape[-1])).abs()).sum(-1))
+
+@pytest.mark.parametrize('how', ['eager', 'sdpa'])
+@pytest.mark.parametrize('kind', KINDS)
+def test_statistics_are_those_of_the_maps(kind, how):
+    model, batches = for_scores(kind, how=how)
+    z = torch.rand(3, 4, generator=torch.Generator().manual_seed(5))
+    for z in (None, z):
+        found = hf.attention_statistics(model, batches, z=z)
+        model.set_attn_implementation('eager')
+        want, count = {name: torch.zeros(3, 4, dtype=torch.float64) for name in found}, 0
+        for x in batches:
+            with torch.no_grad(), hf.masked(model, z): maps = model(**x, output_attentions=True).attentions
+            real, groups = x['attention_mask'].bool(), len(maps[0][0]) // 4
+            count += real.sum()
+            for i, p in enumerate(maps):
+                for name, f in OF_MAPS.items():
+                    want[name][i] += f(p).transpose(1, 2)[real].double().sum(0).reshape(4, groups).mean(1)
+        model.set_attn_implementation(how)
+        assert {*found} == {*OF_MAPS}
+        for name in found: torch.testing.assert_close(found[name], want[name] / count, atol=1e-6, rtol=1e-6)
+
+def test_statistics_of_more_queries_than_are_looked_at_at_once():
+    model = made('llama', max_position_embeddings=200)
+    x = dict(input_ids=torch.randint(3, 60, (2, 150), generator=torch.Generator().manual_seed(0)))
+    found = hf.attention_statistics(model, x)
+    model.set_attn_implementation('eager')
+    with torch.no_grad(): maps = model(**x, output_attentions=True).attentions
+    for name, f in OF_MAPS.items():
+        want = torch.stack([f(p).double().mean((0, 2)).reshape(4, 2).mean(1) for p in maps])
+        torch.testing.assert_close(found[name], want, atol=1e-5, rtol=1e-5)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_more_padding_changes_nothing(kind):
+    model, (x, _) = for_scores(kind)
+    wide = {k: v if v.dim() == 1 else torch.nn.functional.pad(v, (0, 4), value=-100 if k == 'labels' else 0) for k, v in x.items()}
+    for method in ('entropy', 'distance', 'output_difference', 'gradient', 'taylor', 'leave_one_out'): # (keys are counted in the other two)
+        torch.testing.assert_close(hf.score(model, [x], method), hf.score(model, [wide], method), atol=2e-5, rtol=1e-4)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_method_scores_every_kind_of_model(kind):
+    model, batches = for_scores(kind)
+    model.train()
+    before = {k: x.clone() for k, x in model.state_dict().items()}
+    z = torch.ones(3, 4)
+    z[1, 2] = 0
+    for method in hf.METHODS:
+        found = hf.score(model, iter(batches), method)
+        assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad and found.unique().numel() > 6
+        assert torch.equal(found, hf.score(model, batches, method)), method
+        assert hf.score(model, batches, method, z=z).isinf().nonzero().tolist() == [[1, 2]]
+    assert model.training and all(torch.equal(x, before[k]) for k, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and model.config._attn_implementation == 'sdpa'
+
+@pytest.mark.parametrize('kind', ['bert', 'gpt2', 'llama'])
+def test_scores_say_what_they_should(kind):
+    model, batches = for_scores(kind, dtype=torch.float64)
+    taylor, eps = hf.score(model, batches, 'taylor'), 2e-2 if kind == 'llama' else 1e-3 # norms in float32 limit it in the Llama kind
+    def loss(z): # in double precision, which that of the models is not
+        with torch.no_grad(), hf.masked(model, z): found = [(model(**x).logits, x['labels']) for x in batches]
+        if kind in DECODERS: found = [(out[:, :-1].flatten(0, 1), y[:, 1:].flatten()) for out, y in found]
+        return sum(torch.nn.functional.cross_entropy(*x).item() for x in found) / 2
+    left = hf.score(model, batches, 'leave_one_out')
+    whole = sum(model(**x).loss.item() for x in batches) / 2
+    for at in ((0, 0), (1, 3), (2, 2)):
+        z = torch.ones(3, 4)
+        z[at] = 0
+        assert left[at] == pytest.approx(hf.evaluate(hf.remove_heads(model, z), batches) - whole, rel=1e-3, abs=1e-5)
+        more, less = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+        more[at] += eps; less[at] -= eps
+        assert taylor[at] == pytest.approx((loss(less) - loss(more)) / (2*eps), rel=5e-3, abs=1e-5)
+    assert (hf.score(model, batches, 'gradient') >= taylor.abs() - 1e-6).all()
+    whole, (x, _) = hf.magnitude(model), batches
+    assert (whole**2).sum(1).numpy() == pytest.approx([sum(p.double().square().sum().item() for path in (*inputs, out) for name, p in
+        layer.get_submodule(path).named_parameters() if (path, name) != (out, 'bias')) for layer, _, inputs, out in hf.attentions(model)])
+    silent = copy.deepcopy(model)                                                      # a head that adds nothing, and has no parameters
+    *_, inputs, out = row = hf.attentions(silent)[1]
+    with torch.no_grad(): row[0].get_submodule(out).weight.zero_()
+    assert torch.equal(hf.score(silent, batches, 'output_difference')[1], torch.zeros(4))
+    keep = torch.ones(3, 4).bool()
+    keep[1, 0] = keep[2, 3] = False
+    kept = hf.magnitude(model)[keep]
+    assert kept.square().sum().item() == pytest.approx(sum(p.double().square().sum().item() for layer, _, inputs, out in hf.attentions(
+        hf.remove_heads(model, keep)) for path in (*inputs, out) for n, p in layer.get_submodule(path).named_parameters() if (path, n) != (out, 'bias')))
+
+def test_scores_that_are_refused():
+    model, batches = for_scores('distilbert')
+    plain = [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
+    def refused(message, *args):
+        with pytest.raises(ValueError, match=message) as e: hf.score(*args)
+        assert '\n' not in str(e.value) and '; ' in str(e.value)
+    refused('method=persistent: these models have no persistent vectors', model, batches, 'persistent')
+    refused('method=entrpy: unknown; give entropy', model, batches, 'entrpy')
+    for bad in ([], [IDS], 'text', [('a', 1)], [dict(text='a')]): refused('batches=.*: not what the model takes', model, bad, 'entropy')
+    for method in ('gradient', 'taylor', 'leave_one_out'): refused('labels=None: there is no loss without', model, plain, method)
+    for method in ('entropy', 'output_difference', 'magnitude', 'random'): assert torch.equal(hf.score(model, plain, method), hf.score(model, batches, method))
+    refused('heads were removed before', hf.remove_heads(model, KEEP), batches, 'entropy')
+    assert not model.training
+    refused('labels=None', model.train(), plain, 'taylor')
+    assert model.training and model.config._attn_implementation == 'sdpa'              # as they were
+
+def test_classes_of_the_same_name_are_not_confused():
+    class BertForSequenceClassification(transformers.BertForSequenceClassification): pass
+    mine = BertForSequenceClassification(config('bert'))
+    assert isinstance(hf.remove_heads(mine, KEEP), BertForSequenceClassification)
+    assert not isinstance(hf.remove_heads(made('bert'), KEEP), BertForSequenceClassification)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_repairs(kind):
+    model, batches = for_scores(kind, dtype=torch.float64)
+    for name, repair in hf.REPAIRS.items():
+        if name == 'mean_folded' and kind in ('llama', 'mistral', 'qwen2', 'qwen3'):
+            with pytest.raises(ValueError, match='repair=mean_folded: .* has no output bias'): repair(model, KEEP, batches)
+            continue
+        same = repair(model, torch.ones(3, 4), batches)
+        assert (hidden(same) - hidden(model)).abs().max() < 1e-3
+        assert repair(model, KEEP, batches).config.kept_heads == [[], [0, 2, 3], [1]]
+    for p in model.parameters(): p.data *= .1                                          # so that the layer is nearly linear in what is fitted
+    def error(repair, keep): # of what the first attention adds
+        def adds(net):
+            layer, *_, out = hf.attentions(net)[0]
+            seen = []
+            hook = layer.get_submodule(out).register_forward_hook(lambda m, x, y: seen.append(y))
+            hidden(net); hook.remove()
+            return seen[0][PAD.bool()]
+        return (adds(repair(model, keep, batches[:1])) - adds(model)).square().mean().item()
+    for keep in (torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]), KEEP):
+        assert error(hf.least_squares, keep) <= error(hf.nothing, keep)
+        if kind in ('bert', 'gpt2'): assert error(hf.least_squares, keep) <= error(hf.mean_folded, keep) + 1e-12 < error(hf.nothing, keep)
+
+@pytest.mark.parametrize('kind', ['bert', 'gpt2'])
+def test_what_repairs_put_into_the_first_layer(kind):
+    model, batches = for_scores(kind, dtype=torch.float64)
+    keep, read = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool(), []
+    def look(i, seen, out):
+        if i == 0: read.append(out[x['attention_mask'].bool()].flatten(1))
+    with torch.no_grad(), hf.masked(model, None, look):
+        for x in batches: model(**x)
+    x, stays = torch.cat(read), keep[0].repeat_interleave(8)
+    def projection(net):
+        layer, *_, out = hf.attentions(net)[0]
+        f = layer.get_submodule(out)
+        return (f.weight if kind == 'gpt2' else f.weight.T).detach(), f.bias.detach()
+    w, b = projection(model)
+    new, bias = projection(hf.mean_folded(model, keep, batches))
+    torch.testing.assert_close(new, w[stays])
+    torch.testing.assert_close(bias, b + x[:, ~stays].mean(0) @ w[~stays])
+    ones = torch.ones(len(x), 1, dtype=x.dtype)
+    want = torch.linalg.lstsq(torch.cat([x[:, stays], ones], 1), x @ w + b).solution   # ours is ridged by a millionth
+    new, bias = projection(hf.least_squares(model, keep, batches))
+    torch.testing.assert_close(torch.cat([new, bias[None]]), want, atol=1e-2, rtol=1e-2)
+
+def test_gates():
+    model, gates = made('gpt2'), HeadGates(3, 4)
+    gates.log_alpha.data = KEEP * 4. - 2                                                # 12 % and 88 % open
+    with hf.gated(model, gates):
+        a, b = hidden(model), hidden(model)
+        model.train()
+        c, d = hidden(model.train()), hidden(model)
+        model.base_model(**batch('gpt2')).last_hidden_state.sum().backward()
+    assert torch.equal(a, b) and not torch.equal(c, d) and gates.log_alpha.grad.abs().sum() > 0
+    small = hf.remove_heads(model.eval(), gates)
+    assert (hidden(small) - a).abs().max() < 1e-5 and not model.base_model._forward_pre_hooks
+    with pytest.raises(ZeroDivisionError), hf.gated(model, gates): 1 / 0
+    with pytest.raises(ValueError, match=r'gates=\(4, 3\): not \(layers, heads\)'), hf.gated(model, HeadGates(4, 3)): pass
+    subset = SubsetGates(3, 4, keep=5)                                                  # a chosen number of heads
+    with hf.gated(model.train(), subset):
+        for _ in range(3): model.base_model(**batch('gpt2')).last_hidden_state.square().mean().backward()
+    assert subset.weight.grad.abs().sum() > 0 and sum(map(len, hf.remove_heads(model, subset).config.kept_heads)) == 5
+    assert not model.base_model._forward_pre_hooks and model.config._attn_implementation == 'sdpa'
+
+def test_the_trainer(tmp_path):
+    pytest.importorskip('accelerate')
+    model, gates, seen = made('distilbert'), HeadGates(3, 4), []
+    rows = [dict(input_ids=IDS[i % 3], attention_mask=torch.ones(9).long(), labels=torch.tensor(i % 2)) for i in range(48)]
+    def penalty(gates, step):
+        seen.append(step)
+        return 100. * gates.l0()
+    args = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, report_to=[], save_strategy='epoch', disable_tqdm=True, use_cpu=True)
+    def train(callback):
+        with hf.gated(model, gates):
+            transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **args), train_dataset=rows, callbacks=[callback]).train()
+    train(hf.GateCallback(gates, penalty, 8, lr=.5))
+    assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()       # nothing but the penalty counts: all are closed
+    assert model.config._attn_implementation == 'sdpa' and not model.base_model._forward_pre_hooks
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/'checkpoint-12')
+    assert type(again) is type(model)                                                  # the whole model, in the middle of it
+    small = hf.remove_heads(model.eval(), gates)
+    trainer = transformers.Trainer(small, transformers.TrainingArguments(str(tmp_path/'small'), **args), train_dataset=rows)
+    trainer.train()
+    trainer.save_model(tmp_path/'saved')
+    assert torch.equal(hidden(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/'saved')), hidden(small.eval()))
+
+def test_versions():
+    for old in ('4.57.1', '4.9'):
+        with pytest.raises(ImportError, match='older than .*; pip install'): hf.check_version(old)
+    for new in ('5.99.0.dev0', '6.0'):
+        with pytest.warns(UserWarning, match='tested up to .*; run the tests'): hf.check_version(new)
+    import warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        hf.check_version(transformers.__version__)
+
+def folder_of(path, kind, **changes): # with a tokenizer of letters
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    made(kind, **changes).save_pretrained(path)
+    letters = Tokenizer(models.WordLevel({c: i for i, c in enumerate('?abcdefghijklmnopqrstuvwxyz ')}, unk_token='?'))
+    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token='?').save_pretrained(path)
+    return path
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys):
+    from allatt_prune.cli import main
+    (tmp_path/'own.txt').write_text('one two buckle my shoe three four knock at the door ' * 60)
+    monkeypatch.chdir(tmp_path)
+    def run(line):
+        status = 0
+        try: main(f'{line} --corpus own.txt --cache cache --device cpu'.split())
+        except SystemExit as e: status = e.code
+        out = capsys.readouterr()
+        return status, out.out, out.err
+    return run
+
+def test_the_command_scores_and_prunes_a_folder(tmp_path, shell):
+    folder_of(tmp_path/'gpt2', 'gpt2', auto='AutoModelForCausalLM')
+    folder_of(tmp_path/'bert', 'bert')
+    status, out, err = shell('score gpt2 --method taylor --sparsity 0.25')
+    assert status == 0 and out.count('(') == 3 and 'taylor of each head, from 2,' in out, (out, err)
+    before = {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file() and 'cache' not in p.parts}
+    status, out, err = shell('prune gpt2 --method gradient --sparsity 0.5 --repair least_squares --run-dir small')
+    assert status == 0 and '| pruned | 6 |' in out and 'nats per token' in out, (out, err)
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'small')
+    assert sum(map(len, small.config.kept_heads)) == 6 and transformers.AutoTokenizer.from_pretrained(tmp_path/'small')('ab')['input_ids'] == [1, 2]
+    status, out, err = shell('prune bert --method entropy --sparsity 0.25 --per-layer true --run-dir encoder')
+    assert status == 0 and '| pruned | 9 |' in out, (out, err)
+    assert all(p.read_bytes() == x for p, x in before.items())
+
+def test_the_command_refuses_in_one_line(tmp_path, shell):
+    folder_of(tmp_path/'gpt2', 'gpt2', auto='AutoModelForCausalLM')
+    folder_of(tmp_path/'bert', 'bert')
+    folder_of(tmp_path/'many', 'bert', vocab_size=8)
+    made('bert').save_pretrained(tmp_path/'no-tokenizer')
+    hf.remove_heads(made('bert'), KEEP).save_pretrained(tmp_path/'small')
+    for name in ('tokenizer.json', 'tokenizer_config.json'): (tmp_path/'small'/name).write_bytes((tmp_path/'bert'/name).read_bytes())
+    folder_of(tmp_path/'no-weights', 'bert')
+    (tmp_path/'no-weights'/'model.safetensors').unlink()
+    folder_of(tmp_path/'cut', 'bert')
+    (tmp_path/'cut'/'model.safetensors').write_bytes((tmp_path/'bert'/'model.safetensors').read_bytes()[:-9])
+    (tmp_path/'taken').mkdir()
+    was = sorted(p for p in tmp_path.rglob('*') if 'cache' not in p.parts)
+    for line, status, said in (('score bert', 2, 'labels=None: there is no loss without'), ('score many --method entropy', 2, 'tokenizer=token'),
+                               ('score no-tokenizer --method entropy', 1, 'tokenizer=no-tokenizer: none there'), ('score cut --method entropy', 1, 'model=cut: '),
+                               ('score small --method entropy', 2, 'model=allatt_prune-bert: heads were removed before'), ('score no-weights --method entropy', 1, 'model=no-weights: '),
+                               ('prune bert --method gates --run-dir new', 2, 'method=gates: unknown'), ('prune bert --method entropy --repair glue --run-dir new', 2, 'repair=glue'),
+                               ('prune bert --method entropy --lam 0.1 --run-dir new', 2, '--lam=0.1: not for a model of transformers'), ('prune bert --method entropy --run-dir taken', 1, 'taken: exists'),
+                               ('prune bert --method persistent --run-dir new', 2, 'persistent'), ('score bert --rounds 2 --method entropy', 2, '--rounds=2: not for')):
+        found, out, err = shell(line)
+        assert found == status and said.replace('--', '') in err.replace('--', '') and err.count('\n') == 1 and err.startswith('allatt-prune: error: ') and '; ' in err, (line, found, out, err)
+    assert sorted(p for p in tmp_path.rglob('*') if 'cache' not in p.parts) == was
