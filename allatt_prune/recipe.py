@@ -36,7 +36,7 @@ class Recipe(LMConfig):
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
     l0_exact: bool = False # the L0 loss counts open gates, not those with s' > 0 as the paper's
-    method: str = 'gates' # how heads are chosen: gates or subset, which are trained, or a score of 17_importance
+    method: str = 'gates' # how heads are chosen: gates or subset, which are trained, or a score of 18_importance
     sparsity: float = 0. # share of the heads to remove; 0: as many as trained gates close at lam
     per_layer: bool = False # a score removes the same share in each layer
     rounds: int = 1 # steps in which a score removes heads, scoring what is left again
