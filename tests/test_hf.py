@@ -374,7 +374,7 @@ def test_gates():
     subset = SubsetGates(3, 4, keep=5)                                                  # a chosen number of heads
     with hf.gated(model.train(), subset):
         for _ in range(3): model.base_model(**batch('gpt2')).last_hidden_state.square().mean().backward()
-    assert subset.weight.grad.abs().sum() > 0 and sum(map(len, hf.remove_heads(model, subset).config.kept_heads)) == 5
+    assert subset.log_alpha.grad.abs().sum() > 0 and sum(map(len, hf.remove_heads(model, subset).config.kept_heads)) == 5
     assert not model.base_model._forward_pre_hooks and model.config._attn_implementation == 'sdpa'
 
 def test_the_trainer(tmp_path):
