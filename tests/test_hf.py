@@ -146,7 +146,9 @@ def test_what_is_refused():
 def test_a_removed_model_is_a_model_like_any_other(tmp_path):
     model = made('distilbert').train()
     model.distilbert.embeddings.word_embeddings.weight.requires_grad_(False)
+    model.distilbert.transformer.layer[1].attention.q_lin.weight.requires_grad_(False)
     small = hf.remove_heads(model, KEEP)
+    assert not small.distilbert.transformer.layer[1].attention.q_lin.weight.requires_grad
     assert small.training and not small.distilbert.embeddings.word_embeddings.weight.requires_grad
     assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in small.parameters()) == 8 * (4 * 32 * 8 + 3 * 8)
     optimizer = torch.optim.AdamW(small.parameters())
