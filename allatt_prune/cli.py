@@ -6,25 +6,25 @@
 __all__ = ['FOR_TRANSFORMERS', 'main']
 
 # %% ../nbs/24_cli.ipynb #78990def
-import contextlib, errno, itertools, json, logging, os, re, signal, sys, threading, time, warnings
+import contextlib, difflib, errno, io, itertools, json, logging, os, re, signal, sys, threading, time, warnings
 from functools import partial
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch
 from . import checkpoint
-from .corpora import cache_folder, load_corpus
+from .corpora import NAMES, cache_folder, load_corpus
 from .data import DataError, need, visible
 from . import generate                              # LM learns to write
 from .gates import HeadGates
 from .importance import choose_heads, keep_mask, known_name, score
 from .model import LM
 from .options import FIELDS, JOBS, SCORING, SHAPE, convert, parser
-from .recipe import SETTINGS, Recipe, get_recipe
+from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
 from .repair import chooser
+from .report import compare, explained, markdown, table
 from .resume import LOG, Processes, Stopped
-from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
+from .run import MODELS, parallel, pick_device, run, stored_recipe, text_for
 from .sparsity import gates_for, sparsity_for
-from .study import markdown
 from .timing import environment, heads_kept, in_turns, time_recipe, time_table
 from .train import evaluate
 
@@ -42,7 +42,8 @@ def _to_prune(args, changes): # the recipe for a trained model
     ours = checkpoint.place(args.model) in checkpoint.shipped().values()
     if ours: changes.setdefault('corpus', 'pydocs')           # the text of such a model is not here
     budget = {x: _number(args, x, float) for x in ('params', 'macs') if getattr(args, x) is not None}
-    need(not budget or 'sparsity' not in changes, 'sparsity', changes.get('sparsity'), 'a budget is given, too', 'give one')
+    both = budget and 'sparsity' in changes
+    need(not both, 'sparsity', changes.get('sparsity'), 'a budget is given, too', 'give one')
     for name, most in budget.items():
         share = sparsity_for(model.cfg, **{name: most}, batch=changes.get('batch', recipe.batch))
         need(share, name, f'{most:g}', 'the whole model fits', 'give less')
@@ -52,6 +53,12 @@ def _to_prune(args, changes): # the recipe for a trained model
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '
          f'{model.cfg.vocab}', 'give the corpus that the model was trained on')
     return recipe
+
+def _warn_if_crowded(): # threads that wait for each other
+    threads, cores = torch.get_num_threads(), os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0.
+    why = f'{load:.0f} others work on {cores} cores, which can make this several times slower'
+    if threads > 1 and load + threads > cores + 1: warnings.warn(f'threads={threads}: {why}; set OMP_NUM_THREADS=1')
 
 def _train(args, changes): # run, train, prune
     if _of_transformers(args): return _prune_transformers(args, changes)
@@ -71,10 +78,7 @@ def _train(args, changes): # run, train, prune
             need(mine == theirs, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
-    threads, load, cores = torch.get_num_threads(), os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0, os.cpu_count()
-    crowded = threads > 1 and load + threads > cores + 1
-    if crowded: warnings.warn(f'threads={threads}: {load:.0f} others work on {cores} cores, and waiting for each other can '
-                              'take several times as long; set OMP_NUM_THREADS=1')
+    _warn_if_crowded()
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
@@ -82,18 +86,50 @@ def _train(args, changes): # run, train, prune
         said = f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one'
         if kept in (0, 1) and not recipe.sparsity: warnings.warn(said)
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
-        if Processes().rank == 0: print(table(rows), visible(left), sep='\n\n')
+        if Processes().rank == 0: print(table(rows), explained(rows), visible(left), sep='\n\n')
 
 # %% ../nbs/24_cli.ipynb #7228b77b
+def _own_text(args, parts): # the text of a model, if it is here; else pydocs
+    if args.corpus: return args.corpus
+    own = parts.get('recipe', {}).get('corpus', 'pydocs')
+    with contextlib.suppress(OSError): own = stored_recipe(Path(args.model).resolve().parent).corpus # of its run
+    return own if own in NAMES or Path(own).exists() else 'pydocs'
+
+def _reported(path): # bits or perplexity of a model by split, and how many tokens, in the report beside it
+    with contextlib.suppress(OSError, ValueError, KeyError, StopIteration):
+        report = json.loads(checkpoint.read(Path(path).resolve().parent, 'report.json', 'run_dir'))
+        row = next(r for r in report['rows'] if r['model'] == Path(path).resolve().name)
+        return row | dict(tokens=dict(zip(('valid', 'test'), report['tokens'])), vocab=report['vocab'],
+                          most=report['recipe']['eval_tokens'])
+
 def _evaluate(args, changes):
     need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
     with parallel(args.device) as device:
         model, (_, parts) = LM.from_pretrained(args.model).to(device), checkpoint.load(args.model)
-        text = text_for(args.model, args.corpus, args.cache, args.unit)
+        text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
         if 'mem_len' in changes: model = model.with_memory(changes['mem_len'])
         z = HeadGates.from_pretrained(args.model).to(device)() if 'gates' in parts else None
-        found = evaluate(model, getattr(text, args.split), z, changes.get('batch', 1), world=Processes())
-        if Processes().rank == 0: print(f'{args.split}: {found}')
+        said = _reported(args.model)
+        most = _number(args, 'tokens', int) if args.tokens is not None else said['most'] if said else 0
+        need(most == 0 or most > 1, 'tokens', most, 'nothing to predict', 'give 2 or more, or 0 for all')
+        ids = getattr(text, args.split)[:most or None]
+        found = evaluate(model, ids, z, changes.get('batch', 1), world=Processes())
+        if Processes().rank: return
+        print(f'{args.split} of {visible(text.name)}: {found}')
+        if not said or args.split == 'train': return
+        theirs, n = said[args.split], said['tokens'][args.split]
+        alike = abs(found.as_usual(text.unit) - theirs) < 1e-4 * theirs
+        same = alike and text.hash == said['vocab'] and n == found.tokens
+        unlike = f'not as in its report, which has {theirs:.4f} over {n:,} tokens in one stream'
+        print('as in its report' if same else f'{unlike}: text, tokens, streams or memory are others')
+
+def _compare(args, _):
+    if os.path.lexists(args.figure): raise OSError(f'figure={args.figure}: exists; choose another name')
+    text, figure = compare(args.runs)
+    print(*map(visible, text.splitlines()), sep='\n')
+    figure.savefig(out := io.BytesIO(), format='png', dpi=100)
+    checkpoint.write_file(args.figure, out.getvalue())
+    print(visible(f'\nfigure: {args.figure}'))
 
 def _print_scores(scores, keep):
     rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(*row)), int(row[1].sum())]
@@ -230,12 +266,20 @@ def _run(argv):
     for a in unknown:
         known = args.command in ('run', 'train', 'prune') and re.match('--[a-z]', a)
         need(known, 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
-        get_recipe('tiny', **{a[2:].partition('=')[0].replace('-', '_'): None})              # says what was meant
-    settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'), download=())
+        options = [f"--{f.replace('_', '-')}" for f in SETTINGS]
+        close = difflib.get_close_matches(name := a.partition('=')[0], options, 1)
+        need(False, 'argument', name, 'unknown', f"{f'did you mean {close[0]}?' if close else 'see'} "
+             f'allatt-prune {args.command} --help')
+    settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'), compare=(), download=())
     settings = settings.get(args.command, SETTINGS)
     changes = {f: convert(FIELDS[f], v) for f in settings if (v := getattr(args, f)) is not None}
-    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, download=_download)
+    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, compare=_compare, download=_download)
     jobs.get(args.command, _train)(args, changes)
+
+def _typed(text, argv): # an option is named as it was typed
+    name, rest = text.partition('=')[0], text.partition('=')[1:]
+    option = f"--{name.replace('_', '-')}"
+    return option + ''.join(rest) if any(word.partition('=')[0] == option for word in argv) else text
 
 def _short(text): return text if len(text) <= 600 else f'{text[:400]} ... {text[-150:]}'
 
@@ -282,7 +326,7 @@ def main(argv: list[str]|None = None): # arguments; None: those of the process
             status = 128 + e.signum
         except Exception as e:
             if '--debug' in argv: raise
-            message = f'error: {_message(e)}'
+            message = f'error: {_typed(_message(e), argv)}'
             status = 2 if isinstance(e, ValueError) and not isinstance(e, DataError) else 1
         follower = int(os.environ.get('RANK', 0)) > 0
         if follower: time.sleep(3)                             # what befalls all, the first process says

@@ -14,7 +14,7 @@ from .recipe import RECIPES, SETTINGS, Recipe
 
 # %% ../nbs/23_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score sample time download'.split()
+JOBS = 'run train prune evaluate score sample compare time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name
@@ -23,31 +23,35 @@ class Parser(argparse.ArgumentParser):
     "Names of commands and options; ValueError for one that is not known."
     def error(self, message): raise ValueError(f'{message}; see allatt-prune --help')
 
-def _command(jobs, name, help, settings=(), usage='', **options):
+def _command(jobs, name, help, settings=(), usage='', of='tiny'):
     job = jobs.add_parser(name, help=help, allow_abbrev=False, usage=f'%(prog)s [options]{usage}')
     job.add_argument('--cache', help='for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
     if name != 'download': job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
-    docs, tiny = docments(Recipe) | docments(LMConfig), RECIPES['tiny']
+    docs = docments(Recipe) | docments(LMConfig)
     for f in settings:
         kind = KINDS.get(FIELDS[f].type) or FIELDS[f].type.__name__
-        job.add_argument('--' + f.replace('_', '-'), metavar=kind, help=f'{docs[f]} (tiny: {getattr(tiny, f)})')
+        job.add_argument('--' + f.replace('_', '-'), metavar=kind, help=f'{docs[f]} ({of}: {getattr(RECIPES[of], f)})')
     return lambda option, help, **how: job.add_argument(option, help=help, **how)
 
 def _training(add, run_dir):
-    add('--recipe', f"{', '.join(RECIPES)} (default: tiny, or that of the run or model to go on with)")
+    there = ', '.join(f'{name} ({r.corpus})' for name, r in RECIPES.items())
+    add('--recipe', f'{there}; in brackets the text, for which --corpus may give another '
+        '(default: tiny, or that of the run or model to go on with)')
     add('--run-dir', f'folder to create (default: {run_dir})')
     add('--resume', 'go on where the run in the folder was interrupted', action='store_true')
 
-def parser() -> Parser:
+def parser(
+    of: str = 'tiny' # the recipe whose settings the help shows
+) -> Parser:
     "What can be asked of the command."
     p = Parser(prog='allatt-prune', description='Learn which heads a model can live without, and delete them.')
     jobs = p.add_subparsers(dest='command')
     for name, help in dict(run='train, prune, evaluate, time', train='train a baseline').items():
-        add = _command(jobs, name, help, SETTINGS, ' [RECIPE]')
+        add = _command(jobs, name, help, SETTINGS, ' [RECIPE]', of)
         add('name', 'the recipe', nargs='?')
         _training(add, 'runs/RECIPE')
-    add = _command(jobs, 'prune', 'gate a trained model, remove heads, evaluate, time', SETTINGS, ' MODEL')
+    add = _command(jobs, 'prune', 'gate a trained model, remove heads, evaluate, time', SETTINGS, ' MODEL', of)
     add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline, or a folder of transformers; '
         'not with --resume', nargs='?')
     _training(add, 'runs/pruned')
@@ -57,9 +61,10 @@ def parser() -> Parser:
     add('--macs', 'the most multiply-accumulates per token, in place of --sparsity')
     add = _command(jobs, 'evaluate', 'score a text with a saved model', usage=' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
-    add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
+    add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
     add('--unit', 'char or word (default: that of the model)')
     add('--split', 'train, valid or test (default: valid)', default='valid')
+    add('--tokens', 'of the split, from its beginning; 0: all (default: as in the report of the model, or all)')
     add('--batch', 'streams; more is faster, but each begins without memory (default: 1)', metavar='int')
     add('--mem-len', 'memory length (default: that of the training)', metavar='int')
     add = _command(jobs, 'score', 'score the heads of a trained model', SCORING, ' MODEL')
@@ -72,6 +77,9 @@ def parser() -> Parser:
     add('--n', 'symbols to write (default: 300)', default='300')
     add('--temperature', 'of the softmax; 0: always the most probable symbol (default: 0.8)', default='0.8')
     add('--top-k', 'draw only from so many of the most probable symbols (default: 0, all)', default='0')
+    add = _command(jobs, 'compare', 'several finished runs in a table and a figure', usage=' RUN ...')
+    add('runs', 'folders of runs that were scored on one text, as runs/tiny', nargs='+')
+    add('--figure', 'file to write (default: compare.png)', default='compare.png')
     add = _command(jobs, 'time', 'time attention, plain and fused, whole and pruned', SHAPE)
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
     add('--recipe', f"one or more of {', '.join(RECIPES)} (default: tiny)", nargs='+', default=['tiny'])
@@ -102,6 +110,7 @@ def start():
     "The command `allatt-prune`."
     if {'-h', '--help'} & {*sys.argv[1:]}:
         with contextlib.suppress(AttributeError): sys.stdout.reconfigure(errors='replace') # a sign that is lacking: ?
-        with contextlib.suppress(ValueError): parser().parse_known_args()                  # cli says what is wrong
+        of = next((word for word in sys.argv if word in RECIPES), 'tiny')
+        with contextlib.suppress(ValueError): parser(of).parse_known_args()                # cli says what is wrong
     from allatt_prune.cli import main
     main()

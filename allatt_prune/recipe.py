@@ -63,7 +63,8 @@ class Recipe(LMConfig):
         need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
         need(self.sparsity or self.method == 'gates', 'sparsity', 0, f'method {self.method} needs a share', 'give 0.4')
         g, n = self.gate_steps, self.prune_steps
-        need(g <= n or self.method not in ('gates', 'subset'), 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
+        scored = self.method not in ('gates', 'subset')
+        need(g <= n or scored, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')
         need(self.eval_tokens != 1, 'eval_tokens', 1, 'nothing to predict', 'give 2 or more, or 0 for all')
 
     def config(self, vocab: int) -> LMConfig:

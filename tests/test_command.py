@@ -264,7 +264,7 @@ def test_train_then_prune_then_run(folder):
     for job, d, rows in (('run', 't', 4), ('prune', 'p', 3), ('run', 'p', 4)):   # train goes on as run; what is finished only reports
         done = command(job, '--run-dir', d, '--resume', cwd=folder)
         assert done.returncode == 0 and done.stdout.count('|\n') == rows + 2, done.stderr
-    assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: lam=0.1: t was made with 0.5')
+    assert command('run', '--run-dir', 't', '--resume', '--lam', '0.1', cwd=folder).stderr.startswith('allatt-prune: error: --lam=0.1: t was made with 0.5')
 
 def test_a_model_that_comes_with_the_package(folder):
     score = command(*SCORE, 'tiny-books', cwd=folder)
@@ -297,11 +297,36 @@ def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
     for i, (how, kept) in enumerate(((['--sparsity', '0.75'], 2), (['--sparsity', '.5', '--method', 'subset'], 4), (['--macs', '1'], 'macs=1.0: too few even without any head; give more'),
                                      (['--macs', '1e9'], 'macs=1e+09: the whole model fits; give less'))):
         done = command('prune', 'good', *short, *how, '--run-dir', f'x{i}', cwd=folder)
-        if type(kept) is str: assert (done.returncode, done.stderr) == (2, f'allatt-prune: error: {kept}\n')
+        if type(kept) is str: assert (done.returncode, done.stderr) == (2, f'allatt-prune: error: --{kept}\n')
         else: assert done.returncode == 0 and f'| pruned | {kept}/8 |' in done.stdout, done.stderr
     assert 'Sparsity 0.5, trained subset' in (folder/'x1'/'report.md').read_text() and not (folder/'x2').exists()
     both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
     assert 'sparsity=0.5: a budget is given, too' in both.stderr
+
+def test_several_runs_beside_each_other(folder):
+    for lam in ('0.1', '0.6'): assert command('prune', 'good', *TOY, '--corpus', 'own.txt', '--lam', lam, '--run-dir', f'c{lam}', cwd=folder).returncode == 0
+    done = command('compare', 'c0.1', 'c0.6', cwd=folder)
+    assert (done.returncode, done.stderr) == (0, ''), done.stderr
+    assert all(f'| c{lam} | {model} |' in done.stdout for lam in ('0.1', '0.6') for model in ('baseline', 'pruned'))
+    assert (folder/'compare.png').read_bytes()[:4] == b'\x89PNG' and max(map(len, done.stdout.splitlines())) < 80
+    again = command('compare', 'c0.1', cwd=folder)
+    assert (again.returncode, again.stderr) == (1, 'allatt-prune: error: figure=compare.png: exists; choose another name\n')
+    assert 'run_dir=good' in command('compare', 'good', '--figure', 'other.png', cwd=folder).stderr and not (folder/'other.png').exists()
+
+def test_evaluation_agrees_with_the_report_or_says_why_not(folder):
+    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--eval-tokens', '300', '--run-dir', 'e', cwd=folder)
+    for model in ('baseline', 'gated', 'pruned'):
+        said = command('evaluate', f'e/{model}', '--split', 'test', cwd=folder)      # the text is that of the model
+        assert (said.returncode, said.stderr) == (0, '') and 'over 299 tokens' in said.stdout and said.stdout.endswith('\nas in its report\n'), said.stdout
+    for how in (['--tokens', '0'], ['--batch', '4'], ['--corpus', 'pydocs']):
+        assert 'not as in its report, which has ' in command('evaluate', 'e/pruned', *how, cwd=folder).stdout, how
+    assert 'tokens=1: nothing to predict' in command('evaluate', 'e/pruned', '--tokens', '1', cwd=folder).stderr
+
+def test_while_it_runs_there_are_lines(folder):
+    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'w', '--control', cwd=folder)
+    assert [line.split(':')[0] for line in done.stderr.splitlines()] == ['control', 'gated', 'evaluation'], done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith('|')]
+    assert max(map(len, table)) < 80 and 'baseline: as trained; ' in done.stdout
 
 def test_what_a_model_writes(folder):
     def said(*args, **how): return command('sample', 'tiny-books', '--n', '40', *args, cwd=folder, **how).stdout
