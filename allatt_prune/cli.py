@@ -19,6 +19,7 @@ from .importance import choose_heads, chooser, score
 from .model import LM
 from .options import FIELDS, JOBS, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, get_recipe
+from .remove import remove_heads
 from .resume import Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, table, text_for
 from .study import markdown
@@ -152,6 +153,14 @@ def _download(args, _):
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
     print(visible(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
 
+def _export(args, _):
+    from allatt_prune.export import export, int8               # here, because it takes a second
+    model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
+    if 'gates' in parts: model = remove_heads(model, HeadGates.from_pretrained(args.model))
+    file = f'model.{args.format}' if args.file is None else args.file
+    size = export(int8(model) if args.int8 else model, file, args.format)
+    print(visible(f'{file}: {size/1e6:.1f} MB'))
+
 # %% ../nbs/19_cli.ipynb #1590acf3
 def _run(argv):
     args, unknown = parser().parse_known_args(argv)
@@ -160,10 +169,11 @@ def _run(argv):
         known = args.command in ('run', 'train', 'prune') and re.match('--[a-z]', a)
         need(known, 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
         get_recipe('tiny', **{a[2:].partition('=')[0].replace('-', '_'): None})              # says what was meant
-    settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'), download=())
+    settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'), download=(), export=())
     settings = settings.get(args.command, SETTINGS)
     changes = {f: convert(FIELDS[f], v) for f in settings if (v := getattr(args, f)) is not None}
-    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, download=_download)
+    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, download=_download,
+                export=_export)
     jobs.get(args.command, _train)(args, changes)
 
 def _short(text): return text if len(text) <= 600 else f'{text[:400]} ... {text[-150:]}'

@@ -14,7 +14,7 @@ from .recipe import RECIPES, SETTINGS, Recipe
 
 # %% ../nbs/18_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score sample time download'.split()
+JOBS = 'run train prune evaluate score sample export time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name
@@ -69,6 +69,11 @@ def parser() -> Parser:
     add('--n', 'symbols to write (default: 300)', default='300')
     add('--temperature', 'of the softmax; 0: always the most probable symbol (default: 0.8)', default='0.8')
     add('--top-k', 'draw only from so many of the most probable symbols (default: 0, all)', default='0')
+    add = _command(jobs, 'export', 'write a model as one file for other programs', usage=' MODEL')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
+    add('--format', 'pt2 (torch.export) or onnx (default: pt2)', default='pt2')
+    add('--file', 'file to create (default: model.FORMAT)')
+    add('--int8', 'one byte per weight', action='store_true')
     add = _command(jobs, 'time', 'time attention, plain and fused, whole and pruned', SHAPE)
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
     add('--recipe', f"one or more of {', '.join(RECIPES)} (default: tiny)", nargs='+', default=['tiny'])
