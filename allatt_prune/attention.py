@@ -44,7 +44,7 @@ def attend(
     "One softmax over context and persistent keys, for every head. Paper, equation 1."
     (t, d), s, m, n = q.shape[-2:], k.shape[-2], r.shape[-2], pk.shape[-2]
     dist = distances(t, s, q.device)
-    by_distance = F.pad(r[:, :s], (0, 0, 0, max(0, s-m))).flip(-2)       # (h s d), the furthest first
+    by_distance = F.pad(r, (0, 0, 0, s))[:, :s].flip(-2)                # (h s d), the furthest first
     content = einsum(q + u[:, None], k, 'b h t d, b h s d -> b h t s')
     position = shift(einsum(q + w[:, None], by_distance, 'b h t d, h s d -> b h t s'))
     context = (content + position).masked_fill((dist < 0) | (dist >= m), -math.inf)

@@ -14,7 +14,7 @@ from .recipe import RECIPES, SETTINGS, Recipe
 
 # %% ../nbs/23_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score sample compare time download'.split()
+JOBS = 'run train prune evaluate score sample compare export time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name
@@ -80,6 +80,11 @@ def parser(
     add = _command(jobs, 'compare', 'several finished runs in a table and a figure', usage=' RUN ...')
     add('runs', 'folders of runs that were scored on one text, as runs/tiny', nargs='+')
     add('--figure', 'file to write (default: compare.png)', default='compare.png')
+    add = _command(jobs, 'export', 'write a model as one file for other programs', usage=' MODEL')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
+    add('--format', 'pt2 (torch.export) or onnx (default: pt2)', default='pt2')
+    add('--file', 'file to create (default: model.FORMAT)')
+    add('--int8', 'one byte per weight', action='store_true')
     add = _command(jobs, 'time', 'time attention, plain and fused, whole and pruned', SHAPE)
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
     add('--recipe', f"one or more of {', '.join(RECIPES)} (default: tiny)", nargs='+', default=['tiny'])

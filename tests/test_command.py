@@ -314,10 +314,10 @@ def test_several_runs_beside_each_other(folder):
     assert 'run_dir=good' in command('compare', 'good', '--figure', 'other.png', cwd=folder).stderr and not (folder/'other.png').exists()
 
 def test_evaluation_agrees_with_the_report_or_says_why_not(folder):
-    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--eval-tokens', '300', '--run-dir', 'e', cwd=folder)
+    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--eval-tokens', '100', '--run-dir', 'e', cwd=folder)
     for model in ('baseline', 'gated', 'pruned'):
         said = command('evaluate', f'e/{model}', '--split', 'test', cwd=folder)      # the text is that of the model
-        assert (said.returncode, said.stderr) == (0, '') and 'over 299 tokens' in said.stdout and said.stdout.endswith('\nas in its report\n'), said.stdout
+        assert (said.returncode, said.stderr) == (0, '') and 'over 99 tokens' in said.stdout and said.stdout.endswith('\nas in its report\n'), said.stdout
     for how in (['--tokens', '0'], ['--batch', '4'], ['--corpus', 'pydocs']):
         assert 'not as in its report, which has ' in command('evaluate', 'e/pruned', *how, cwd=folder).stdout, how
     assert 'tokens=1: nothing to predict' in command('evaluate', 'e/pruned', '--tokens', '1', cwd=folder).stderr
