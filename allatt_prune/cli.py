@@ -116,7 +116,7 @@ def _evaluate(args, changes):
         ids = getattr(text, args.split)[:most or None]
         found = evaluate(model, ids, z, changes.get('batch', 1), world=Processes())
         if Processes().rank: return
-        print(f'{args.split} of {visible(text.name)}: {found}')
+        print(f'{args.split} of {visible(Path(text.name).name)}: {found}')
         if not said or args.split == 'train': return
         theirs, n = said[args.split], said['tokens'][args.split]
         alike = abs(found.as_usual(text.unit) - theirs) < 1e-4 * theirs
@@ -277,8 +277,8 @@ def _run(argv):
         need(known, 'argument', a, 'unexpected', f'see allatt-prune {args.command} --help')
         options = [f"--{f.replace('_', '-')}" for f in SETTINGS]
         close = difflib.get_close_matches(name := a.partition('=')[0], options, 1)
-        need(False, 'argument', name, 'unknown', f"{f'did you mean {close[0]}?' if close else 'see'} "
-             f'allatt-prune {args.command} --help')
+        fix = f'did you mean {close[0]}?' if close else f'see allatt-prune {args.command} --help'
+        need(False, 'argument', name, 'unknown', fix)
     settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'))
     settings = SETTINGS if args.command in ('run', 'train', 'prune') else settings.get(args.command, ())
     changes = {f: convert(FIELDS[f], v) for f in settings if (v := getattr(args, f)) is not None}
