@@ -61,7 +61,6 @@ class Recipe(LMConfig):
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
         need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
-        need(self.sparsity or self.method == 'gates', 'sparsity', 0, f'method {self.method} needs a share', 'give 0.4')
         g, n = self.gate_steps, self.prune_steps
         scored = self.method not in ('gates', 'subset')
         need(g <= n or scored, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')

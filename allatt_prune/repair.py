@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch, torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from .data import need
 from .gates import output_scale
 from .importance import METHODS, choose_heads, known_name, segment_losses, watched
 from .model import LM
@@ -86,6 +87,7 @@ def chooser(
     r = recipe
     if r.method in ('gates', 'subset'): return None
     for kind, known in (('method', METHODS), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
+    need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
         keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer, rounds=r.rounds, seed=r.seed)

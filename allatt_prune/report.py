@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from . import checkpoint
 from .cost import count_macs, count_params
-from .data import Corpus, need
+from .data import Corpus, need, visible
 from .gates import plot_gates, plot_heads
 from .model import LM
 from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
@@ -168,9 +168,10 @@ def write_report(
              '± is half the distance between the quartiles.',
              f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream; "
              f"vocabulary {about['vocab']}."]
+    line = '\n'.join(map(visible, command_of(Recipe(**r)).split('\n')))
     text = '\n\n'.join([table(rows), f'{explained(rows)}.', ' '.join(said),
                         '; '.join(f'{k} {v}' for k, v in about['environment'].items()),
-                        f'```sh\n{command_of(Recipe(**r))}\n```']) + '\n'
+                        f'```sh\n{line}\n```']) + '\n'
     alt = {'heads.png': 'which heads stayed', 'gates.png': 'open probability of each gate',
            'training.png': 'loss of each phase over its steps'}
     shown = ''.join(f'\n![{alt[name]}]({name})\n' for name in figures)

@@ -103,6 +103,8 @@ def gates_for(
     r: Recipe # method, sparsity
 ) -> tuple[nn.Module, dict]: # gates; what `train` is given besides
     "The gates that a recipe asks for."
+    given = r.sparsity or r.method != 'subset'
+    need(given, 'sparsity', 0, 'method subset needs a share of the heads', 'give one, as 0.4')
     if not r.sparsity: return r.gates(), {}
     n = r.n_layer * r.n_head
     make = SubsetGates if r.method == 'subset' else TargetGates

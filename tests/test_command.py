@@ -248,7 +248,7 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     for name in ('a', 'b'):
         done = command(*OWN, '--run-dir', name, cwd=folder)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count('\n') == 8 and done.stdout.startswith('| | heads kept') and done.stdout.endswith(f'report: {name}/report.md\n')
+        assert done.stdout.count('\n') == 10 and done.stdout.startswith('| | heads |') and done.stdout.endswith(f'report: {name}/report.md\n')
     for f in [*(f'{m}/model.safetensors' for m in ('baseline', 'control', 'gated', 'pruned')), 'metrics.jsonl']:
         assert (folder/'a'/f).read_bytes() == (folder/'b'/f).read_bytes()
     before = state(folder)
@@ -276,7 +276,7 @@ def test_a_model_that_comes_with_the_package(folder):
     done = command('prune', 'tiny-books', *short, '--control', '--run-dir', 'x', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()[2:6]] == ['baseline', 'gated', 'pruned', 'control']
-    assert command('evaluate', 'x/baseline', '--corpus', 'own.txt', cwd=folder).stdout == score.stdout
+    assert command('evaluate', 'x/baseline', '--corpus', 'own.txt', cwd=folder).stdout == score.stdout + 'as in its report\n'
     shutil.copytree(folder/'good', folder/'tiny-books')                              # a folder of that name comes first
     assert command(*SCORE, 'tiny-books', cwd=folder).stdout == command(*SCORE, 'good', cwd=folder).stdout != score.stdout
 

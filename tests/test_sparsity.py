@@ -5,6 +5,7 @@ from allatt_prune.corpora import load_corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.recipe import get_recipe
+from allatt_prune.repair import chooser
 from allatt_prune.resume import Stopped, train as resumed
 from allatt_prune.run import run
 from allatt_prune.sparsity import Target, TargetGates, gates_for, sparsity_for
@@ -77,9 +78,10 @@ def test_the_multiplier_is_what_the_penalty_says():
     assert gates.log_alpha.grad[0, 0].item() == pytest.approx((lam + 2*.25) * .25, rel=1e-5)   # (lambda_1 + rho e) times the slope of sigma
 
 def test_bad_shares():
-    for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1'),
-                      (dict(method='subset'), 'sparsity=0: method subset needs a share'), (dict(method='taylor'), 'sparsity=0: method taylor')):
+    for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1')):
         with pytest.raises(ValueError, match=said): replace(TOY, **bad)
+    with pytest.raises(ValueError, match='sparsity=0: method subset needs a share'): gates_for(replace(TOY, method='subset'))
+    with pytest.raises(ValueError, match='sparsity=0: method taylor needs a share'): chooser(replace(TOY, method='taylor'))
     with pytest.raises(ValueError, match='keep=13: not a number of 12'): TargetGates(3, 4, 13)
     cfg = TOY.config(27)
     for budget in (dict(params=1), dict(macs=1)):
