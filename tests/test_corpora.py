@@ -546,7 +546,7 @@ def test_evaluate(trained, capfd):
     def says(line): main(f'evaluate {line}'.split()); return capfd.readouterr().out
     n = len(load_corpus('a.txt').test) - 1
     one, pruned, many = says('r/gated --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test'), says('r/baseline --corpus a.txt --split test --batch 7')
-    assert one.startswith('test: ') and f'over {n:,} tokens' in one and f'over {n:,} tokens' in many
+    assert one.startswith('test of a.txt: ') and f'over {n:,} tokens' in one and f'over {n:,} tokens' in many
     assert abs(float(one.split()[1]) - float(pruned.split()[1])) < 2e-4
     assert many.split()[1] != says('r/baseline --corpus a.txt --split test').split()[1]
     assert says('r/baseline --corpus a.txt --mem-len 50') != says('r/baseline --corpus a.txt')
@@ -567,7 +567,7 @@ def test_evaluate_refuses(trained, capfd):
     command_refuses(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=[2, 5]', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', '--mem-len=-1', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', 'mem_len=few', status=2)
 
 def test_a_damaged_cache_is_no_fault_of_the_text(trained, capfd):

@@ -97,7 +97,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ('--warmup 0', 2, 'warmup=0'), ('--kept 1.01', 2, 'kept=1.01'), ('--kept -0.1', 2, 'kept=-0.1'), ('--kept nan', 2, 'kept=nan'),
     ('--kept half', 2, 'kept=half'), ('--kept 1', 2, 'kept=[1.0]'), ('--kept 0.5 0.5', 2, 'kept=[0.5, 0.5]'),
     ('--kept 4,4', 2, 'kept=[4, 4]'), ('--kept 5,', 2, 'kept=5,'), ('--recipe huge', 2, 'recipe=huge'),
-    ('--device cuda:99', 2, 'device=cuda:99'), ('--dtype int8', 2, 'dtype=int8'), ('--lam 1', 2, 'argument=--lam'), ('--n-head 7', 2, 'n_head=7'),
+    ('--device cuda:99', 2, 'device=cuda:99'), ('--dtype int8', 2, 'dtype=int8'), ('--lam 1', 2, 'argument=--lam'), ('--n-head 7', 2, '--n-head=7'),
     ('--json taken.json', 1, 'json=taken.json'), ('--json no/such.json', 1, 'json=no/such.json'), ('--json own.txt/x', 1, 'json=own.txt/x'),
     ('--batch 900', 1, 'corpus=own.txt'), ('--corpus no.txt', 1, 'corpus=no.txt'), ('surplus', 2, 'surplus')]
 if not torch.cuda.is_available(): REFUSED.append(('--device cuda', 2, 'device=cuda'))

@@ -124,7 +124,7 @@ def test_only_one_works_in_a_folder(world):
     with running.alone(Path('busy')):
         job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
         done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-    assert done.returncode == 1 and 'run_dir=busy: another process works there' in done.stderr
+    assert done.returncode == 1 and '--run-dir=busy: another process works there' in done.stderr
 
 # ---- what people do to a run directory
 
@@ -412,7 +412,7 @@ def test_disk_full(world):
     limit = 50_000
     done = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'full', '--resume'], capture_output=True, text=True,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    line, = done.stderr.strip().splitlines()
+    *_, line = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
     assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
     assert all(p.read_bytes() == data for p, data in good.items() if p.name != 'metrics.jsonl' and p != world/'full'/'manifest.json')
