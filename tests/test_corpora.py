@@ -547,8 +547,8 @@ def test_evaluate(trained, capfd):
     n = len(load_corpus('a.txt').test) - 1
     one, pruned, many = says('r/gated --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test'), says('r/baseline --corpus a.txt --split test --batch 7')
     assert one.startswith('test of a.txt: ') and f'over {n:,} tokens' in one and f'over {n:,} tokens' in many
-    assert abs(float(one.split()[1]) - float(pruned.split()[1])) < 2e-4
-    assert many.split()[1] != says('r/baseline --corpus a.txt --split test').split()[1]
+    assert abs(float(one.split()[3]) - float(pruned.split()[3])) < 2e-4
+    assert many.split()[3] != says('r/baseline --corpus a.txt --split test').split()[3]
     assert says('r/baseline --corpus a.txt --mem-len 50') != says('r/baseline --corpus a.txt')
 
 def test_evaluate_refuses(trained, capfd):
@@ -568,7 +568,7 @@ def test_evaluate_refuses(trained, capfd):
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', '--mem-len=-1', status=2)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', 'mem_len=few', status=2)
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', '--mem-len=few', status=2)
 
 def test_a_damaged_cache_is_no_fault_of_the_text(trained, capfd):
     def says(): main('evaluate r/pruned --corpus a.txt'.split()); return capfd.readouterr()
