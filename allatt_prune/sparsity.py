@@ -27,7 +27,7 @@ class Target(nn.Module):
         self.sparsity, self.warmup, self.rate, self.rho = sparsity, warmup, rate, rho
         self.register_buffer('first', torch.tensor(-1.)) # share that is closed at the start
         self.register_buffer('lam', torch.tensor(0.)) # lambda_1: both are saved with a training
-    def wanted(self, step: int) -> float:
+    def wanted(self, step: int) -> Tensor: # ()
         "The share to be closed at a step."
         return self.first + (self.sparsity - self.first) * min(1., step / self.warmup if self.warmup else 1.)
     def forward(self, gates: HeadGates, step: int) -> Tensor: # (), nats
