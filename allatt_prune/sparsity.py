@@ -62,9 +62,6 @@ class TargetGates(HeadGates):
         "No more randomness and no more training: as many are open as should be."
         if not self.frozen:
             pi, stays = self.log_alpha, largest(self.log_alpha, self.keep) > 0
-            ends = [x for x in (pi[stays].amin() if self.keep else None, pi[~stays].amax() if not stays.all() else None)
-                    if x is not None]
-            pi -= sum(ends) / len(ends)
             pi.copy_(torch.where(stays, pi.clamp(min=0), pi.clamp(max=-1e-6)))
         return super().freeze()
 
