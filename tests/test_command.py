@@ -1,6 +1,5 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
 import errno, json, math, os, pickle, re, shutil, signal, subprocess, sys, time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 import pytest, torch
@@ -8,12 +7,11 @@ from allatt_prune import checkpoint
 from allatt_prune.cli import main
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM, LMConfig
+from forks import command
 
 TOY = ('--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 4 --log-every 5 --steps 12 --warmup 2 '
        '--prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5').split()
 RHYME = 'one two buckle my shoe three four knock at the door '
-
-def command(*args, cwd, **kw): return subprocess.run([sys.executable, '-m', 'allatt_prune', *args], cwd=cwd, capture_output=True, text=True, timeout=300, **kw)
 
 @pytest.fixture(scope='session')
 def cache(tmp_path_factory): return tmp_path_factory.mktemp('cache')
@@ -155,7 +153,7 @@ REFUSED = [ # arguments, exit status, what the line must name
 name_of = lambda case: ascii(' '.join(a[:40] for a in case[0] if a not in TOY)) or 'nothing'
 
 @pytest.fixture(scope='session')
-def outcomes(tmp_path_factory, cache): # a process for each, two at a time, each with a folder of its own
+def outcomes(tmp_path_factory, cache): # a process for each, with a folder of its own
     template = fill(tmp_path_factory.mktemp('template'))
     env = os.environ | dict(ALLATT_PRUNE_CACHE=str(cache), OMP_NUM_THREADS='1')
     command('download', str(template/'own.txt'), cwd=template, env=env)
@@ -165,11 +163,11 @@ def outcomes(tmp_path_factory, cache): # a process for each, two at a time, each
         before = state(here)
         done = command(*REFUSED[i][0], cwd=here, env=env)
         return done, [f for f, x in state(here).items() if before.get(f, 0) != x] + [f for f in before if not (here/f).exists()]
-    with ThreadPoolExecutor(2) as pool: return [pool.submit(attempt, i) for i in range(len(REFUSED))]
+    return [attempt(i) for i in range(len(REFUSED))]
 
 @pytest.mark.parametrize('i', range(len(REFUSED)), ids=[name_of(c) for c in REFUSED])
 def test_refused_in_one_line_and_nothing_written(outcomes, i):
-    (words, status, named), (done, changed) = REFUSED[i], outcomes[i].result()
+    (words, status, named), (done, changed) = REFUSED[i], outcomes[i]
     option, rest = '--' + named.partition('=')[0].replace('_', '-'), ''.join(named.partition('=')[1:])
     if option in [word.partition('=')[0] for word in words]: named = option + rest                  # as it was typed
     lines = done.stderr.strip().splitlines()
