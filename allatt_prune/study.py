@@ -52,6 +52,7 @@ def recorded(
     "What is in a file of results. If there is none, the experiment is made and the file written."
     file, since = Path(file), time.monotonic()
     if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
         found = make()
         about = dict(environment=environment(pick_device('auto')), seconds=round(time.monotonic() - since))
         write_file(file, (json.dumps(about | found) + '\n').encode())
@@ -59,9 +60,9 @@ def recorded(
 
 def joint(parts: list[dict]) -> dict:
     "Environment and seconds of an experiment, from those of its parts."
-    commits = ', '.join(dict.fromkeys(p['environment']['commit'] for p in parts))
+    about = {k: ', '.join(dict.fromkeys(p['environment'][k] for p in parts)) for k in parts[0]['environment']}
     seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
-    return dict(environment=parts[0]['environment'] | dict(commit=commits), seconds=round(sum(seconds)))
+    return dict(environment=about, seconds=round(sum(seconds)))
 
 def made(found: dict) -> str:
     "How results were made, in a line."
