@@ -26,7 +26,8 @@ from .report import compare, explained, markdown, table
 from .resume import LOG, Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, text_for
 from .sparsity import gates_for, sparsity_for
-from .timing import environment, heads_kept, in_turns, time_recipe, time_table
+from .timing import card_recipe, card_table, environment, heads_kept, in_turns, plot_card
+from .timing import time_recipe, time_table
 from .train import evaluate
 
 # %% ../nbs/24_cli.ipynb #fede0856
@@ -124,13 +125,16 @@ def _evaluate(args, changes):
         unlike = f'not as in its report, which has {theirs:.4f} over {n:,} tokens in one stream'
         print('as in its report' if same else f'{unlike}: text, tokens, streams or memory are others')
 
+def _write_figure(file, figure):
+    figure.savefig(out := io.BytesIO(), format='png', dpi=100)
+    checkpoint.write_file(file, out.getvalue())
+    print(visible(f'\nfigure: {file}'))
+
 def _compare(args, _):
     if os.path.lexists(args.figure): raise OSError(f'figure={args.figure}: exists; choose another name')
     text, figure = compare(args.runs)
     print(*map(visible, text.splitlines()), sep='\n')
-    figure.savefig(out := io.BytesIO(), format='png', dpi=100)
-    checkpoint.write_file(args.figure, out.getvalue())
-    print(visible(f'\nfigure: {args.figure}'))
+    _write_figure(args.figure, figure)
 
 def _print_scores(scores, keep):
     rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(*row)), int(row[1].sum())]
@@ -188,17 +192,23 @@ def _time(args, changes):
     size = os.environ.get('WORLD_SIZE', '1')
     need(size == '1', 'processes', size, 'one alone can measure time', 'start it without torchrun')
     need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
-    kept, device, numbers = list(map(_kept, args.kept)), pick_device(args.device), {}
+    kept = list(map(_kept, args.kept or (('0.8', '0.6', '0.4', '0.2') if args.card else ('0.57',))))
+    device, numbers = pick_device(args.device), {}
+    if args.card: need(len(args.recipe) == 1, 'recipe', ' '.join(args.recipe), 'a card is of one', 'give one')
     for name in ('repeats', 'warmup'):
         need(re.fullmatch(r'[1-9]\d{0,5}', n := getattr(args, name)), name, n, 'not a number of runs', 'give 1 or more')
         numbers[name] = int(n)
     for r in [get_recipe(name, **changes) for name in args.recipe]: heads_kept(kept, r.n_layer, r.n_head)
-    if args.json is not None and (os.path.lexists(args.json) or not Path(args.json).parent.is_dir()):
-        raise OSError(f'json={args.json}: exists, or its folder does not; choose another name')
+    for name in ('json', 'card'):
+        if (file := getattr(args, name)) is not None and (os.path.lexists(file) or not Path(file).parent.is_dir()):
+            raise OSError(f'{name}={file}: exists, or its folder does not; choose another name')
     text = load_corpus(args.corpus, args.cache)
-    found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
-                         train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
-    print('\n\n'.join(map(time_table, found)))                                  # whatever happens to the file
+    if args.card:
+        found = [card_recipe(args.recipe[0], text, device, changes=changes, kept=kept, **numbers)]
+    else: found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
+                               train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
+    print('\n\n'.join(map(card_table if args.card else time_table, found)))      # whatever happens to the files
+    if args.card: _write_figure(args.card, plot_card(found[0]['rows']))
     if args.json:
         about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
         checkpoint.write_file(args.json, json.dumps(about | dict(shapes=found), indent=1).encode())

@@ -88,13 +88,15 @@ def parser(
     add = _command(jobs, 'time', 'time attention, plain and fused, whole and pruned', SHAPE)
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
     add('--recipe', f"one or more of {', '.join(RECIPES)} (default: tiny)", nargs='+', default=['tiny'])
-    add('--kept', 'heads of each pruned model: a share, or those of each layer as 8,3,7,... (default: 0.57)',
-        nargs='+', default=['0.57'])
+    add('--kept', 'heads of each pruned model: a share, or those of each layer as 8,3,7,... '
+        '(default: 0.57; for --card 0.8 0.6 0.4 0.2)',
+        nargs='+')
     add('--dtype', 'float32 or bfloat16 (default: float32)', default='float32')
     add('--no-train', 'only reading', action='store_true')
     add('--compile', 'with torch.compile, too', action='store_true')
     add('--repeats', 'rounds (default: 9)', default='9')
     add('--warmup', 'runs of each job before the first round (default: 2)', default='2')
+    add('--card', 'instead: where are pruned models no faster? Figure to write, as card.png')
     add('--json', 'file to write, for machines')
     add = _command(jobs, 'download', 'fetch and prepare a corpus', usage=' CORPUS')
     add('corpus', 'pydocs, a benchmark, as wikitext-103, or a file or folder')

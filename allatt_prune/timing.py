@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ON_CPU', 'Timing', 'in_turns', 'segment_job', 'train_job', 'time_in_turns', 'time_forward', 'environment',
-           'matmul_job', 'heads_kept', 'benchmark', 'ratios', 'time_recipe', 'time_table']
+           'matmul_job', 'heads_kept', 'benchmark', 'ratios', 'latency_card', 'plot_card', 'time_recipe', 'time_table',
+           'card_recipe', 'card_table']
 
 # %% ../nbs/14_timing.ipynb #1cf5d570
-import os, platform, re, statistics, subprocess
+import itertools, os, platform, re, statistics, subprocess
 import numpy as np, torch
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -209,8 +210,56 @@ def ratios(rows: list[dict]) -> dict[str, float]: # from `benchmark`; names say 
             out[f'{job}, {heads} of {whole} heads: share of the time'] = r['ms'] / all_heads['ms']
     return out
 
+# %% ../nbs/14_timing.ipynb #cdb34478
+def latency_card(
+    cfg: LMConfig, ids: Tensor, # of the whole model; (b S+T) or longer for the largest batch and segment, on the device
+    *, kept: tuple = (.8, .6, .4, .2), # for `heads_kept`: a pruned model for each
+    batches: tuple = (1, 4, 16), segments: tuple|None = None, # streams; symbols at once, None: 1, 16, those of cfg
+    threads: tuple|None = None, # None: one, and on a CPU also as many as it has
+    repeats: int = 9, warmup: int = 2 # rounds; runs of each job before the first round
+) -> list[dict]: # a row each: threads, batch, segment, heads, of, ms; shares: quartiles, of the whole model's time
+    "Time pruned models against the whole one, in turns."
+    layers, rows, before = heads_kept([*kept], cfg.n_layer, cfg.n_head), [], torch.get_num_threads()
+    still = replace(cfg, dropout=0., attn_dropout=0.)
+    models = [LM(replace(still, heads=heads)).to(ids.device) for heads in (cfg.layer_heads, *layers)]
+    here = (1,) if ids.is_cuda else sorted({1, os.cpu_count()})
+    try:
+        for n, b, t in itertools.product(threads or here, batches, segments or sorted({1, 16, cfg.seg_len})):
+            torch.set_num_threads(n)
+            jobs = [segment_job(m, ids[:b, :cfg.mem_len + t], cached=True, last=t) for m in models]
+            whole, *small = in_turns(jobs, repeats=repeats, warmup=warmup)
+            for heads, x in zip(layers, small):
+                shares = np.percentile(np.array(x.ms) / whole.ms, [25, 50, 75]).tolist()
+                rows.append(dict(threads=n, batch=b, segment=t, heads=sum(heads), of=sum(cfg.layer_heads),
+                                 ms=x.median, shares=shares))
+    finally: torch.set_num_threads(before)
+    return rows
+
+def plot_card(rows: list[dict]): # from `latency_card`
+    "Share of the whole model's time, a panel for each number of threads; ringed: no faster, or slower."
+    import matplotlib.pyplot as plt                            # here, because it takes a third of a second
+    threads, heads = (sorted({r[k] for r in rows}, reverse=k == 'heads') for k in ('threads', 'heads'))
+    places = list(dict.fromkeys((r['batch'], r['segment']) for r in rows))
+    size = (1.3 + .62*len(heads)*len(threads), .9 + .3*len(places))
+    fig, axes = plt.subplots(1, len(threads), figsize=size, sharey=True, squeeze=False)
+    for n, ax in zip(threads, axes[0]):
+        for r in (r for r in rows if r['threads'] == n):
+            x, y, (_, share, high) = heads.index(r['heads']), places.index((r['batch'], r['segment'])), r['shares']
+            ax.add_patch(plt.Rectangle((x - .5, y - .5), 1, 1, fc=plt.cm.RdBu(1.5 - min(share, 1.4)), ec='w'))
+            ring = dict(bbox=dict(boxstyle='round,pad=.25', fc='none', ec='k', lw=.8)) if high >= 1 else {}
+            ax.text(x, y, f'{share:.2f}', ha='center', va='center', fontsize=8, **ring)
+        ax.set(xlim=(-.5, len(heads) - .5), ylim=(len(places) - .5, -.5), xticks=range(len(heads)), xticklabels=heads,
+               yticks=range(len(places)), yticklabels=[f'{b} × {t}' for b, t in places],
+               title=f"{n} thread{'s' * (n > 1)}", xlabel=f"heads kept, of {rows[0]['of']}")
+    axes[0, 0].set_ylabel('streams × symbols')
+    fig.tight_layout()
+    return fig
+
 # %% ../nbs/14_timing.ipynb #449a02d9
 ON_CPU = dict(text8=dict(seg_len=192, mem_len=192, batch=4), wt103=dict(batch=4))
+
+def _recipe(name, device, changes):
+    return get_recipe(name, **(ON_CPU.get(name, {}) if device == 'cpu' else {}) | (changes or {}))
 
 def time_recipe(
     name: str, corpus: Corpus, # of the recipe; gives the symbols to read
@@ -218,7 +267,7 @@ def time_recipe(
     *, changes: dict|None = None, **how # of the recipe; dtype, train, compiled, repeats, warmup of `benchmark`
 ) -> dict: # recipe, config, batch, rows, error, ratios
     "Time a recipe's model."
-    recipe = get_recipe(name, **(ON_CPU.get(name, {}) if device == 'cpu' else {}) | (changes or {}))
+    recipe = _recipe(name, device, changes)
     cfg, b = recipe.config(len(corpus.vocab)), recipe.batch
     ids = Streams(corpus.train, b, cfg.mem_len + cfg.seg_len + 1, corpus.name)[0][0].to(device)
     torch.manual_seed(recipe.seed)
@@ -234,3 +283,27 @@ def time_table(found: dict) -> str: # from `time_recipe` -> Markdown
     title = f"## {found['recipe']}: {c['n_layer']} layers, width {c['d_model']}, segments of {c['seg_len']}"
     out = [title, '', *out, '', *(f'- {name}: {x:.3f}' for name, x in found['ratios'].items())]
     return '\n'.join(out + [f"- largest error of one layer against float64: {found['error']:.1e}"])
+
+def card_recipe(
+    name: str, corpus: Corpus, # of the recipe; gives the symbols to read
+    device: str = 'cpu', *, changes: dict|None = None, **how # of the recipe; kept to warmup of `latency_card`
+) -> dict: # recipe, config, rows
+    "The latency card of a recipe's model."
+    cfg = (recipe := _recipe(name, device, changes)).config(len(corpus.vocab))
+    longest = max(how.get('segments', (16, cfg.seg_len)))
+    ids = Streams(corpus.train, max(how.get('batches', (16,))), cfg.mem_len + longest, corpus.name)[0][0].to(device)
+    torch.manual_seed(recipe.seed)
+    return dict(recipe=name, config=asdict(cfg), rows=latency_card(cfg, ids, **how))
+
+def card_table(found: dict) -> str: # from `card_recipe` -> Markdown
+    "The medians of the shares; a star says that it is no faster."
+    rows, by = found['rows'], {}
+    for r in rows:
+        star = '*' if r['shares'][2] >= 1 else ''
+        by.setdefault((r['threads'], r['batch'], r['segment']), {})[r['heads']] = f"{r['shares'][1]:.2f}{star}"
+    heads = list(dict.fromkeys(r['heads'] for r in rows))
+    lines = [f"| {' | '.join(map(str, place))} | {' | '.join(x[h] for h in heads)} |" for place, x in by.items()]
+    head = f"| threads | streams | symbols | {' | '.join(f'{h} heads' for h in heads)} |"
+    slow = sum(r['shares'][2] >= 1 for r in rows)
+    said = f"Share of the time of all {rows[0]['of']} heads; * no faster: {slow} of {len(rows)}."
+    return '\n'.join([f"## {found['recipe']}", '', head, '|' + '---:|' * (3 + len(heads)), *lines, '', said])

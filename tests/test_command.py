@@ -128,6 +128,9 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
     ([*OWN, '--cutoffs', ','.join(map(str, range(5000, 0, -1)))], 2, 'cutoffs='),
     (['time', '--no-train', '--kept', ','.join('8' * 4000)], 2, 'kept='),
+    (['time', '--card', 'taken/none/c.png'], 1, 'card=taken/none/c.png: exists, or its folder does not'),
+    (['time', '--card', 'own.txt'], 1, 'card=own.txt: exists'),
+    (['time', '--card', 'c.png', '--recipe', 'tiny', 'text8'], 2, 'recipe=tiny text8: a card is of one'),
     (['score'], 2, 'model'), # scores
     (['score', 'no/such'], 1, 'checkpoint=no/such: not found'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'method=entrpy: unknown; give entropy'),
@@ -313,6 +316,14 @@ def test_several_runs_beside_each_other(folder):
     again = command('compare', 'c0.1', cwd=folder)
     assert (again.returncode, again.stderr) == (1, 'allatt-prune: error: figure=compare.png: exists; choose another name\n')
     assert 'run_dir=good' in command('compare', 'good', '--figure', 'other.png', cwd=folder).stderr and not (folder/'other.png').exists()
+
+def test_a_latency_card(folder):
+    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --repeats 2 --warmup 1'.split()
+    done = command('time', *small, '--corpus', 'own.txt', '--card', 'c.png', '--json', 'c.json', cwd=folder)
+    assert (done.returncode, done.stderr) == (0, ''), done.stderr
+    assert '| threads | streams | symbols | 6 heads | 5 heads | 3 heads | 2 heads |' in done.stdout and (folder/'c.png').read_bytes()[:4] == b'\x89PNG'
+    rows = json.loads((folder/'c.json').read_text())['shapes'][0]['rows']
+    assert {(r['batch'], r['segment']) for r in rows} == {(b, t) for b in (1, 4, 16) for t in (1, 8, 16)} and all(r['shares'] == sorted(r['shares']) for r in rows)
 
 def test_evaluation_agrees_with_the_report_or_says_why_not(folder):
     done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--eval-tokens', '100', '--run-dir', 'e', cwd=folder)
