@@ -72,6 +72,9 @@ def _train(args, changes): # run, train, prune
     alone = args.command == 'prune' and not args.control
     models = tuple(m for m in MODELS[:1 if args.command == 'train' else None] if m != 'control' or not alone)
     if args.resume:
+        for name in ('params', 'macs'):
+            need(getattr(args, name, None) is None, name, getattr(args, name, None), 'the run has its share of heads',
+                 'leave it out with --resume')
         was = stored_recipe(run_dir)
         named = args.recipe and args.command != 'prune'
         recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if named else was, **changes)

@@ -150,6 +150,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*OWN, '--run-dir', 'x' * 300], 1, 'File name too long'),
     ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a\\nb: '),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--d-model', '64'], 2, 'd_model=64'),
+    (['prune', '--run-dir', 'none', '--resume', '--params', '1e9'], 2, 'params=1e9: the run has its share of heads'),
     ([*OWN, '--run-dir', 'none', '--resume'], 1, 'run_dir=none: no manifest.json with recipe.json there, so no run'),
     ([*OWN, '--run-dir', 'broken-run', '--resume'], 1, 'run_dir=broken-run: no manifest.json with recipe.json there, so no run'),
 ]

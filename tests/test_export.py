@@ -1,9 +1,10 @@
 "Exported models, opened without this package's classes: other kinds of models, whole layers gone, every way to cut a text; and the command."
-import os, subprocess, sys
+import os
 import pytest, torch
 from allatt_prune.export import FORMATS, empty_memory, export, int8
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM, LMConfig
+import forks
 
 KINDS = dict(plain={}, uneven=dict(heads=[4, 0, 1]), nothing=dict(heads=[0, 0, 0]), xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]),
              memoryless=dict(mem_len=0), zeros=dict(zero_memory=True), short=dict(mem_len=3), one=dict(mem_len=1), bare=dict(final_norm=False))
@@ -56,7 +57,7 @@ def test_a_file_says_nothing_of_the_machine(tmp_path):
     export(model(), tmp_path/'m.pt2')
     assert os.path.dirname(torch.__file__).encode() not in (tmp_path/'m.pt2').read_bytes()
 
-def command(*args, cwd): return subprocess.run([sys.executable, '-m', 'allatt_prune', 'export', *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+def command(*args, cwd): return forks.command('export', *args, cwd=cwd)
 
 def test_the_command(tmp_path):
     gates = HeadGates(3, 4)
