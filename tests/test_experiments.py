@@ -10,7 +10,7 @@ from allatt_prune.study import SMALL, command
 from allatt_prune.train import get_recipe
 
 FOLDER = Path(__file__).parent.parent/'nbs'/'experiments'
-NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
+NOTEBOOKS = sorted(FOLDER.glob('[!_]*.ipynb')) # _: not run yet
 RESULTS = {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in (FOLDER.parent/'results').glob('*.json')}
 
 def printed(cell): # texts; figures are not compared

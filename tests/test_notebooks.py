@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT/'nbs').rglob('*.ipynb'))
+NOTEBOOKS = sorted((ROOT/'nbs').rglob('[!_]*.ipynb')) # _: not run yet
 
 def cells(path): return json.loads(path.read_text(encoding='utf-8'))['cells']
 def outputs(path): return json.dumps([o for c in cells(path) for o in c.get('outputs', [])])
