@@ -197,7 +197,10 @@ def _time(args, changes):
     need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
     kept = list(map(_kept, args.kept or (('0.8', '0.6', '0.4', '0.2') if args.card else ('0.57',))))
     device, numbers = pick_device(args.device), {}
-    if args.card: need(len(args.recipe) == 1, 'recipe', ' '.join(args.recipe), 'a card is of one', 'give one')
+    if args.card:
+        need(len(args.recipe) == 1, 'recipe', ' '.join(args.recipe), 'a card is of one', 'give one')
+        for name, other in dict(dtype=args.dtype != 'float32', no_train=args.no_train, compile=args.compile).items():
+            need(not other, name, getattr(args, name), 'a card is of reading in float32', 'leave it out')
     for name in ('repeats', 'warmup'):
         need(re.fullmatch(r'[1-9]\d{0,5}', n := getattr(args, name)), name, n, 'not a number of runs', 'give 1 or more')
         numbers[name] = int(n)

@@ -131,6 +131,8 @@ REFUSED = [ # arguments, exit status, what the line must name
     (['time', '--card', 'taken/none/c.png'], 1, 'card=taken/none/c.png: exists, or its folder does not'),
     (['time', '--card', 'own.txt'], 1, 'card=own.txt: exists'),
     (['time', '--card', 'c.png', '--recipe', 'tiny', 'text8'], 2, 'recipe=tiny text8: a card is of one'),
+    (['time', '--card', 'c.png', '--dtype', 'bfloat16'], 2, 'dtype=bfloat16: a card is of reading in float32'),
+    (['time', '--card', 'c.png', '--compile'], 2, 'compile=True: a card is of reading in float32'),
     (['score'], 2, 'model'), # scores
     (['score', 'no/such'], 1, 'checkpoint=no/such: not found'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'method=entrpy: unknown; give entropy'),

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT/'nbs').rglob('*.ipynb'))
+NOTEBOOKS = sorted((ROOT/'nbs').rglob('[!_]*.ipynb'))
 
 def script(): # .ci/site as a module
     loader = importlib.machinery.SourceFileLoader('site_script', str(ROOT/'.ci'/'site'))
