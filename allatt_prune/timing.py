@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ON_CPU', 'Timing', 'in_turns', 'segment_job', 'train_job', 'time_in_turns', 'time_forward', 'environment',
-           'matmul_job', 'heads_kept', 'benchmark', 'ratios', 'latency_card', 'plot_card', 'time_recipe', 'time_table',
-           'card_recipe', 'card_table']
+           'matmul_job', 'heads_kept', 'peak_memory', 'benchmark', 'ratios', 'latency_card', 'plot_card', 'time_recipe',
+           'time_table', 'card_recipe', 'card_table']
 
 # %% ../nbs/14_timing.ipynb #1cf5d570
 import itertools, os, platform, re, statistics, subprocess
@@ -28,6 +28,9 @@ class Timing:
     def __init__(self, ms: list[float]):
         low, self.median, high = np.percentile(ms, [25, 50, 75]).tolist()
         self.ms, self.quartiles, self.spread = ms, (low, high), high - low
+    def shares(self, other: 'Timing') -> list[float]: # quartiles and median
+        "Of another's time, round by round."
+        return np.percentile(np.array(self.ms) / other.ms, [25, 50, 75]).tolist()
 
 def in_turns(
     jobs: list[Callable[[], object]], # the work to be timed, as functions
@@ -132,16 +135,22 @@ def heads_kept(
     return layers
 
 # %% ../nbs/14_timing.ipynb #7e031639
-def _first(make, device): # a job, run once; and the MB that it added at most. Two None if the GPU does not have them
+def peak_memory(
+    job: Callable[[], object], # run once
+    device: torch.device
+) -> float: # MB
+    "What a piece of work adds to the memory at most."
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')                             # no messages from the profiler
-    try:
-        job, gpu = make(), device.type == 'cuda'
-        if gpu: torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device) if gpu else 0
-        with torch.autograd.profiler.profile(enabled=not gpu, profile_memory=True) as seen: job()
-        if gpu: return job, (torch.cuda.max_memory_allocated(device) - before) / 2**20
-        changes = [e.nbytes() for e in seen.kineto_results.events() if e.name() == '[memory]']
-        return job, float(np.cumsum(changes).max(initial=0)) / 2**20
+    gpu = device.type == 'cuda'
+    if gpu: torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if gpu else 0
+    with torch.autograd.profiler.profile(enabled=not gpu, profile_memory=True) as seen: job()
+    if gpu: return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    changes = [e.nbytes() for e in seen.kineto_results.events() if e.name() == '[memory]']
+    return float(np.cumsum(changes).max(initial=0)) / 2**20
+
+def _first(make, device): # a job, run once; and the MB that it added at most. Two None if the GPU does not have them
+    try: return (job := make()), peak_memory(job, device)
     except torch.cuda.OutOfMemoryError: torch.cuda.empty_cache()
     return None, None
 
@@ -229,9 +238,8 @@ def latency_card(
             jobs = [segment_job(m, ids[:b, :cfg.mem_len + t], cached=True, last=t) for m in models]
             whole, *small = in_turns(jobs, repeats=repeats, warmup=warmup)
             for heads, x in zip(layers, small):
-                shares = np.percentile(np.array(x.ms) / whole.ms, [25, 50, 75]).tolist()
                 rows.append(dict(threads=n, batch=b, segment=t, heads=sum(heads), of=sum(cfg.layer_heads),
-                                 ms=x.median, shares=shares))
+                                 ms=x.median, shares=x.shares(whole)))
     finally: torch.set_num_threads(before)
     return rows
 
