@@ -55,9 +55,10 @@ class Objective(nn.Module):
         set_seed(self.r.seed, step, 'gates')                   # every process draws the same gates
         z = None if self.gates is None else self.gates()
         set_seed(self.r.seed, step, rank)                      # and its own dropout
-        nll, mems = self.text_loss(self.model, x, y, mems, z)
+        loss, mems, *nll = self.text_loss(self.model, x, y, mems, z)
         gating = self.gates is not None and step < self.r.gate_steps
-        return nll + self.penalty(self.gates, step) if gating else nll, nll.detach(), mems
+        nll = (nll[0] if nll else loss).detach()
+        return loss + self.penalty(self.gates, step) if gating else loss, nll, mems
 
 # %% ../nbs/07_train.ipynb #a0292390
 class OneProcess:
@@ -100,7 +101,7 @@ def train_steps(
     gates: nn.Module|None = None, # see 05_gates; frozen after recipe.gate_steps
     *, lr: Callable|None = None, # of the step, from 0 -> learning rate; None: `lr_at`
     penalty: Callable|None = None, # of gates and step -> (), nats; until gates are frozen. None: `l0_penalty`
-    text_loss: Callable = text_loss, # of model, x, y, mems, z -> nats per token, new memory
+    text_loss: Callable = text_loss, # of model, x, y, mems, z -> loss, new memory, and if they differ nats per token
     start: int = 0, # segment of the streams to begin with
     world: OneProcess = OneProcess(),
     training: Training|None = None # to go on from
