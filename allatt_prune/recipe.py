@@ -38,6 +38,7 @@ class Recipe(LMConfig):
     l0_exact: bool = False # the L0 loss counts open gates, not those with s' > 0 as the paper's
     method: str = 'gates' # how heads are chosen: gates or subset, which are trained, or a score of 18_importance
     sparsity: float = 0. # share of the heads to remove; 0: as many as trained gates close at lam
+    sizes: list = () # numbers of heads: gates that are trained once make a model of each; none: one model
     per_layer: bool = False # a score removes the same share in each layer
     rounds: int = 1 # steps in which a score removes heads, scoring what is left again
     score_tokens: int = 10_000 # tokens of training text that a score reads
@@ -61,6 +62,11 @@ class Recipe(LMConfig):
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
         need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
+        self.sizes, n = sorted(self.sizes), self.n_layer * self.n_head
+        need(all(type(k) is int and 0 <= k <= n for k in self.sizes) and len(set(self.sizes)) == len(self.sizes),
+             'sizes', self.sizes, f'not different numbers of {n} heads', 'give some, or none')
+        alone = not self.sizes or self.method == 'gates' and not self.sparsity
+        need(alone, 'sizes', self.sizes, 'they are for trained gates, and say how many heads', 'leave out method, sparsity')
         g, n = self.gate_steps, self.prune_steps
         scored = self.method not in ('gates', 'subset')
         need(g <= n or scored, 'gate_steps', g, f'more than prune_steps={n}', 'give fewer')

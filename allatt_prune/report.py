@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'measure', 'markdown', 'short', 'table', 'explained', 'command', 'command_of', 'opened', 'model_card',
-           'plot_training', 'write_report', 'compare']
+           'plot_training', 'on_front', 'plot_front', 'write_report', 'compare']
 
 # %% ../nbs/15_report.ipynb #5b3e91a8
 import io, json, math, shlex
@@ -89,8 +89,9 @@ def explained(
     rows: list[dict] # from `measure`
 ) -> str:
     "What the table says, in a line."
+    words = WORDS | {row['model']: 'with more of them' for row in rows if row['model'].startswith('pruned-')}
     names = [row['model'] for row in rows] + [*WORDS][4:]
-    return '; '.join(f"{name.replace('speedup', 'speed-up')}: {WORDS[name]}" for name in names if name in WORDS)
+    return '; '.join(f"{name.replace('speedup', 'speed-up')}: {words[name]}" for name in names if name in words)
 
 # %% ../nbs/15_report.ipynb #a6d17454
 def command(
@@ -155,6 +156,30 @@ def plot_training(
     fig.tight_layout()
     return fig
 
+def on_front(
+    rows: list[dict] # from `measure`
+) -> list[dict]: # the pruned ones, the largest first
+    "Pruned models that no smaller one equals on validation text."
+    pruned = sorted((r for r in rows if r['model'].startswith('pruned')), key=lambda r: r['heads'])
+    return [r for i, r in enumerate(pruned) if all(r['valid'] < x['valid'] for x in pruned[:i])][::-1]
+
+def plot_front(
+    rows: list[dict] # from `measure`
+):
+    "Quality of the pruned models over their heads, on validation text; filled: those on the front."
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(4, 2.4))
+    for r in rows:
+        whole, best = r['model'] in ('baseline', 'control'), r in on_front(rows)
+        style = dict(baseline='ks', control='ko').get(r['model'], 'C0^')
+        if whole or r['model'].startswith('pruned'):
+            ax.plot(r['heads'], r['valid'], style, mfc=None if whole or best else 'w', label=r['model'] if whole else None)
+    ax.plot(*zip(*[(r['heads'], r['valid']) for r in on_front(rows)]), 'C0-', lw=1, label='pruned')
+    ax.set(xlabel=f"heads, of {rows[0]['of']}", ylabel='valid ' + ('ppl' if rows[0]['unit'] == 'word' else 'bpc'))
+    ax.legend(fontsize=8, frameon=False)
+    fig.tight_layout()
+    return fig
+
 def _png(fig):
     import matplotlib.pyplot as plt
     fig.savefig(out := io.BytesIO(), format='png', dpi=80)
@@ -174,11 +199,13 @@ def write_report(
     said = [f"Seed {r['seed']}, {r['steps']:,} steps, then {r['prune_steps']:,} for every other model."]
     if keep is not None:
         how = f"Sparsity {r['sparsity']:g}, trained {r['method']}" if r['sparsity'] else f"Lambda {r['lam']}"
+        if r['sizes']: how = f"One training for {', '.join(map(str, r['sizes']))} heads"
         if not gated: how = f"Heads chosen by {r['method']}, repair: {r['repair']}"
         said += [f"{how}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
         figures['heads.png'] = _png(plot_heads(keep))
         probs, steps = ([rec[k] for rec in gated] for k in ('open_prob', 'step'))
         if gated: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
+        if r['sizes']: figures['front.png'] = _png(plot_front(rows))
     said += [f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
              '± is half the distance between the quartiles.',
              f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream; "
@@ -187,7 +214,7 @@ def write_report(
     text = '\n\n'.join([table(rows), f'{explained(rows)}.', ' '.join(said),
                         '; '.join(f'{k} {v}' for k, v in about['environment'].items()),
                         f'```sh\n{line}\n```']) + '\n'
-    alt = {'heads.png': 'which heads stayed', 'gates.png': 'open probability of each gate',
+    alt = {'front.png': 'quality of each pruned model over its heads', 'heads.png': 'which heads stayed', 'gates.png': 'open probability of each gate',
            'training.png': 'loss of each phase over its steps'}
     shown = ''.join(f'\n![{alt[name]}]({name})\n' for name in figures)
     report = f"# Layer-wise head pruning, corpus {about['corpus']}\n\n{text}{shown}"

@@ -146,6 +146,10 @@ REFUSED = [ # arguments, exit status, what the line must name
     (['sample', 'good', '--temperature', '-1'], 2, 'temperature=-1.0: not a number from 0'),
     (['sample', 'good', '--top-k', '-1'], 2, 'top_k=-1: negative'),
     (['sample', 'taken'], 1, 'checkpoint=taken'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--sizes', '3,3'], 2, 'sizes=[3, 3]: not different numbers of 8 heads'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--sizes', '9,3'], 2, 'sizes=[3, 9]: not different numbers of 8 heads'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--sizes', '3', '--sparsity', '.5'], 2, 'sizes=[3]: they are for'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--sizes', '3', '--method', 'taylor'], 2, 'sizes=[3]: they are for'),
     (['prune'], 2, 'model='), # prune, resume
     (['prune', 'taken'], 1, 'checkpoint=taken'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
@@ -309,6 +313,15 @@ def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
     assert 'Sparsity 0.5, trained subset' in (folder/'x1'/'report.md').read_text() and not (folder/'x2').exists()
     both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
     assert 'sparsity=0.5: a budget is given, too' in both.stderr
+
+def test_several_sizes_from_one_training(folder):
+    done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--lam-warmup', '1', '--sizes', '2,6,5', '--run-dir', 's', cwd=folder)
+    assert done.returncode == 0 and all(f'| {name} | {n}/8 |' in done.stdout for name, n in (('pruned-6', 6), ('pruned-5', 5), ('pruned', 2))), done.stderr
+    report = (folder/'s'/'report.md').read_text()
+    assert 'One training for 2, 5, 6 heads' in report and '(front.png)' in report and '--sizes 2,5,6' in report
+    found = {name: {tuple(x) for x in torch.tensor(json.loads((folder/'s'/name/'keep.json').read_text())).nonzero().tolist()} for name in ('pruned', 'pruned-5', 'pruned-6')}
+    assert found['pruned'] < found['pruned-5'] < found['pruned-6']
+    assert command('sample', 's/pruned-5', '--n', '5', cwd=folder).returncode == 0
 
 def test_several_runs_beside_each_other(folder):
     for lam in ('0.1', '0.6'): assert command('prune', 'good', *TOY, '--corpus', 'own.txt', '--lam', lam, '--run-dir', f'c{lam}', cwd=folder).returncode == 0
