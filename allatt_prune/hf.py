@@ -215,7 +215,7 @@ _register_models()
 
 # %% ../nbs/22_hf.ipynb #f7c1dc2e
 def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
-    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze()() if z is None else z
+    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze().eval()() if z is None else z
     keep = _per_head(keep, 'keep', model).cpu().bool()
     z = keep.float() if z is None else _per_head(z, 'z', model).detach().cpu()
     need(z.isfinite().all(), 'z', z[~z.isfinite()][:1].tolist(), 'not a finite number', 'give one per head')
