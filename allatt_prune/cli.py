@@ -17,7 +17,7 @@ from .data import DataError, need, visible
 from . import generate                              # LM learns to write
 from .gates import HeadGates
 from .importance import choose_heads, keep_mask, known_name, score
-from .model import LM
+from .model import DROPOUTS, LM
 from .options import FIELDS, JOBS, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, get_recipe
 from .remove import remove_heads
@@ -38,7 +38,7 @@ def _to_prune(args, changes): # the recipe for a trained model
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
-    shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS}
+    shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS and not (f in DROPOUTS and f in changes)}
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
     ours = checkpoint.place(args.model) in checkpoint.shipped().values()

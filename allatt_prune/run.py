@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'ROWS', 'front', 'prune_path', 'pick_device', 'parallel', 'stored_recipe', 'text_for', 'alone', 'run']
 
 # %% ../nbs/16_run.ipynb #d85b5f19
-import contextlib, copy, datetime, json, os, re, warnings
+import contextlib, datetime, json, os, re, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -17,7 +17,7 @@ from . import checkpoint
 from .corpora import load_corpus
 from .data import Corpus, DataError, Streams, need, visible
 from .gates import HeadGates, largest, output_scale
-from .model import LM
+from .model import DROPOUTS, LM
 from .recipe import Recipe
 from .remove import remove_heads
 from .report import measure, table, write_report
@@ -54,8 +54,9 @@ def prune_path(
         if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
         torch.manual_seed(recipe.seed)
         first, keep = name == 'baseline', None
-        if name == 'pruned': keep, model = choose(found['baseline'], corpus)
-        else: model = LM(recipe.config(len(corpus.vocab))).to(device) if first else copy.deepcopy(found['baseline'])
+        if first: model = LM(recipe.config(len(corpus.vocab))).to(device)
+        else: model = found['baseline'].with_dropout(**{f: getattr(recipe, f) for f in DROPOUTS})
+        if name == 'pruned': keep, model = choose(model, corpus)
         train(model, corpus, recipe if name in ('baseline', 'gated') else recipe.pruning(),
               gates if name == 'gated' else None, run_dir, phase=name, start=0 if first else recipe.steps, resume=True,
               **(how if name == 'gated' else {}))

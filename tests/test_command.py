@@ -314,6 +314,17 @@ def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
     both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
     assert 'sparsity=0.5: a budget is given, too' in both.stderr
 
+def test_pruning_with_another_dropout(folder):
+    how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'd', '--control', '--attn-dropout', '0.3']
+    done = command(*how, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = {name: LM.from_pretrained(folder/'d'/name).cfg.attn_dropout for name in ('baseline', 'control', 'gated', 'pruned')}
+    assert found == dict(baseline=0, control=.3, gated=.3, pruned=.3)
+    assert '--attn-dropout 0.3' in (folder/'d'/'report.md').read_text()
+    assert command('prune', '--resume', '--run-dir', 'd', '--control', cwd=folder).stdout.splitlines()[:6] == done.stdout.splitlines()[:6]
+    wrong = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'e', '--dropout', '1.5', cwd=folder)
+    assert (wrong.returncode, wrong.stderr.count('\n')) == (2, 1) and '--dropout=1.5' in wrong.stderr and not (folder/'e').exists()
+
 def test_several_sizes_from_one_training(folder):
     done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--lam-warmup', '1', '--sizes', '2,6,5', '--run-dir', 's', cwd=folder)
     assert done.returncode == 0 and all(f'| {name} | {n}/8 |' in done.stdout for name, n in (('pruned-6', 6), ('pruned-5', 5), ('pruned', 2))), done.stderr
