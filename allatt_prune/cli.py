@@ -38,6 +38,9 @@ def _to_prune(args, changes): # the recipe for a trained model
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
+    how = dict(method='gates', sparsity=0., sizes=[])          # what the recipe says of it falls with another wish
+    if (how.keys() | {'lam', 'params', 'macs'}) & (changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}):
+        recipe = replace(recipe, **how)
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS and not (f in DROPOUTS and f in changes)}
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
@@ -89,7 +92,7 @@ def _train(args, changes): # run, train, prune
                    choose=chooser(recipe), gating=gates_for)
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
         said = f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one'
-        if kept in (0, 1) and not recipe.sparsity: warnings.warn(said)
+        if kept in (0, 1) and not recipe.sparsity and not recipe.sizes: warnings.warn(said)
         left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
         if Processes().rank == 0: print(table(rows), explained(rows), visible(left), sep='\n\n')
 
@@ -131,7 +134,7 @@ def _evaluate(args, changes):
 def _write_figure(file, figure):
     figure.savefig(out := io.BytesIO(), format='png', dpi=100)
     checkpoint.write_file(file, out.getvalue())
-    print(visible(f'\nfigure: {file}'))
+    print(f'\nfigure: {visible(file)}')
 
 def _compare(args, _):
     if os.path.lexists(args.figure): raise OSError(f'figure={args.figure}: exists; choose another name')
@@ -147,8 +150,10 @@ def _print_scores(scores, keep):
 def _score(args, changes):
     if _of_transformers(args): return _score_transformers(args, changes)
     recipe = get_recipe('tiny', **dict(method='leave_one_out', sparsity=.4) | changes)
-    model = LM.from_pretrained(args.model).to(pick_device(args.device))
-    text = text_for(args.model, args.corpus, args.cache, args.unit)
+    model, (_, parts) = LM.from_pretrained(args.model).to(pick_device(args.device)), checkpoint.load(args.model)
+    if model.cfg.heads is not None:
+        raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
+    text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
     scores = score(model, ids, recipe.method, **how)
@@ -175,7 +180,7 @@ def _sample(args, changes):
     if 'vocab' not in parts: raise OSError(f'checkpoint={args.model}: saved without its vocabulary; save it again')
     unit, symbols = parts['vocab']['unit'], parts['vocab']['symbols']
     z = HeadGates.from_pretrained(args.model)() if 'gates' in parts else None
-    prompt = sys.stdin.read() if args.prompt == '-' else args.prompt
+    prompt = sys.stdin.read().removesuffix('\n') if args.prompt == '-' else args.prompt
     ids = _encoded(prompt, unit, symbols, args.model).to(model.pos.device)
     n, temperature, top_k = _number(args, 'n', int), _number(args, 'temperature', float), _number(args, 'top_k', int)
     torch.manual_seed(changes.get('seed', 0))
@@ -244,7 +249,8 @@ def _of_transformers(args): # is the model a folder of that library?
 def _scored(args, changes): # the module `hf`, recipe, model, tokenizer, batches, scores, heads that stay
     no, fix = 'not for a model of transformers, which is only scored, pruned and repaired', 'leave it out'
     for name in sorted(changes.keys() - {*FOR_TRANSFORMERS}): need(False, name, changes[name], no, fix)
-    for name in ('resume', 'control', 'recipe'): need(not getattr(args, name, None), name, 'given', no, fix)
+    for name in ('resume', 'control', 'recipe', 'params', 'macs'):
+        need(not (x := getattr(args, name, None)), name, 'given' if x is True else x, no, fix)
     from allatt_prune import hf                                # here, as transformers is an extra, and takes seconds
     hf.transformers.logging.set_verbosity_error()
     hf.transformers.utils.logging.disable_progress_bar()
@@ -281,7 +287,7 @@ def _prune_transformers(args, changes):
         rows.append([name, n, f'{params:,}', *loss, f'{t.median:.1f} ± {t.spread/2:.1f}'])
     loss = ['nats per token read'] if 'labels' in batches[0] else []
     print(markdown(['', 'heads', 'parameters', *loss, 'ms per batch'], rows))
-    print(visible(f'\nmodel: {path}'))
+    print(f'\nmodel: {visible(path)}')
 
 
 # %% ../nbs/26_cli.ipynb #1590acf3

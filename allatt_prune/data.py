@@ -90,7 +90,7 @@ class Corpus:
         number, unknown = {s: i for i, s in enumerate(vocab)}, '\ufffd' if self.unit == 'char' else '<unk>'
         lacking = next((s for s in self.vocab if not {s, unknown} & number.keys()), None)
         if lacking is not None:
-            fix = 'put the text into a folder, and it is normalized' if self.unit == 'char' else 'leave it out'
+            fix = f"give a text of {''.join(vocab)!r}" if self.unit == 'char' else 'leave it out'
             raise DataError(f'corpus={self.name}: the model does not know {lacking!r}; {fix}')
         table = np.array([number.get(s, number.get(unknown)) for s in self.vocab], np.min_scalar_type(len(vocab) - 1))
         return replace(self, vocab=list(vocab), **{p: table[getattr(self, p)] for p in ('train', 'valid', 'test')})

@@ -27,12 +27,13 @@ def last_hidden(
 class Distill:
     "A `text_loss` that also asks for the probabilities of a teacher. Hinton, Vinyals and Dean, 2015."
     def __init__(self,
-        teacher: LM, # of the student's shape, before it lost heads
+        teacher: LM, # of the student's vocabulary, width, layers and memory; heads and persistent vectors may differ
         weight: float = .5, # alpha: 0 is the text alone, 1 the teacher alone
         temperature: float = 1. # T
     ):
         need(0 <= weight <= 1, 'weight', weight, 'not a share', 'give 0 to 1')
-        need(temperature > 0, 'temperature', temperature, 'not above 0', 'give 1 or more')
+        need(0 < temperature < float('inf'), 'temperature', temperature, 'not a number above 0', 'give 1 or more')
+        need(isinstance(teacher, LM), 'teacher', type(teacher).__name__, 'not a model', 'give LM.from_pretrained')
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
     def probs(self, model: LM, h: Tensor) -> Tensor: # (b t c) -> (b t v)
         "Logarithms of the probabilities of the first band."
@@ -42,9 +43,9 @@ class Distill:
     ) -> tuple: # what is minimised, nats; memory of student and teacher; mean nats per token of the text
         "The loss of a segment."
         l, t = model.cfg.n_layer, self.teacher.eval()
-        same = [getattr(m.cfg, k) for k in ('vocab', 'cutoffs', 'n_layer', 'd_model', 'mem_len') for m in (model, t)]
-        need(same[::2] == same[1::2], 'teacher', same[1::2], f'not of the shape of the student, {same[::2]}',
-             'give the model that it was made from, or a sibling')
+        for k in ('vocab', 'cutoffs', 'n_layer', 'd_model', 'mem_len'):
+            mine, its = getattr(model.cfg, k), getattr(t.cfg, k)
+            need(mine == its, 'teacher', f'{k} {its}', f'the student has {mine}', 'give the model that it was made from')
         with last_hidden(model) as mine:
             nll, new = model(x, y, None if mems is None else mems[:l], z)
         with torch.no_grad(), last_hidden(t) as theirs:

@@ -23,10 +23,11 @@ from .repair import least_squares_fit, mean_fit
 
 # %% ../nbs/23_hf.ipynb #61b7c1dd
 def _ready(model, batches): # -> [{name: tensor on the device of the model}]
-    batches = [batches] if isinstance(batches, Mapping) else list(batches)
-    good = batches and all(isinstance(x, Mapping) and 'input_ids' in x for x in batches)
-    need(good, 'batches', f'{len(batches)} things', 'not what the model takes', 'give dictionaries with input_ids, and '
-         'attention_mask and labels where there are any')
+    batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
+    fit = lambda x: isinstance(x, Mapping) and 'input_ids' in x and all(map(torch.is_tensor, x.values()))
+    good = batches and all(map(fit, batches))
+    need(good, 'batches', f'{len(batches)} things', 'not what the model takes', 'give dictionaries of tensors with '
+         'input_ids, and attention_mask and labels where there are any')
     return [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
 
 @contextmanager

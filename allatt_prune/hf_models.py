@@ -69,7 +69,10 @@ def per_head(
     model # as for `shape`
 ) -> Tensor: # (l h)
     "One number for each head, or a message."
-    (l, h), x = shape(model), torch.as_tensor(x)
+    l, h = shape(model)
+    try: x = torch.as_tensor(x)
+    except (TypeError, ValueError): need(False, name, type(x).__name__, 'not a table of numbers', 'give one per head')
+    need(not x.is_floating_point() or x.isfinite().all(), name, 'nan', 'not finite numbers', 'give one number per head')
     share, why = model.config.num_attention_heads // h, f'not (layers, heads) = {(l, h)}'
     if share > 1: why = f'not (layers, groups) = {(l, h)}: groups of {share} heads share their keys and values'
     need(x.shape == (l, h), name, tuple(x.shape), why, 'give one number for each')

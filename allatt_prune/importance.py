@@ -23,6 +23,8 @@ from .train import evaluate
 # %% ../nbs/18_importance.ipynb #35db4a93
 def segment_losses(model: LM, ids, z: Tensor|None, batch: int): # iterator: (), nats per token; is the memory full?
     "The loss of one segment after the other."
+    n = batch * model.cfg.seg_len
+    need(len(ids) > n, 'score_tokens', len(ids), f'{batch} streams of one segment need {n + 1}', 'give more')
     streams, mems = Streams(ids, batch, model.cfg.seg_len), None
     for i in range(len(streams)):
         full = model.cfg.mem_len == (0 if mems is None else mems.shape[2])

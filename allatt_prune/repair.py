@@ -86,7 +86,7 @@ def chooser(
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'): return None
-    for kind, known in (('method', METHODS), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
+    for kind, known in (('method', ('gates', 'subset', *METHODS)), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
     need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]

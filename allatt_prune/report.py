@@ -80,7 +80,7 @@ def table(
     return markdown(['', *head], lines)
 
 WORDS = dict( # what the names in the table mean
-    baseline='as trained', gated='its closed heads are multiplied by 0', pruned='they are deleted',
+    baseline='as trained', gated='its closed heads are multiplied by 0', pruned='without the heads that go',
     control='the baseline trained on for as long, without gates',
     blocks='parameters of the layers', MACs='multiply-accumulates per token', ms='milliseconds per segment',
     speedup='against the baseline, of what it would be if only multiplications took time')
@@ -89,7 +89,7 @@ def explained(
     rows: list[dict] # from `measure`
 ) -> str:
     "What the table says, in a line."
-    words = WORDS | {row['model']: 'with more of them' for row in rows if row['model'].startswith('pruned-')}
+    words = WORDS | {row['model']: f"{row['heads']} heads kept" for row in rows if row['model'].startswith('pruned-')}
     names = [row['model'] for row in rows] + [*WORDS][4:]
     return '; '.join(f"{name.replace('speedup', 'speed-up')}: {words[name]}" for name in names if name in words)
 
@@ -173,7 +173,8 @@ def plot_front(
         whole, best = r['model'] in ('baseline', 'control'), r in on_front(rows)
         style = dict(baseline='ks', control='ko').get(r['model'], 'C0^')
         if whole or r['model'].startswith('pruned'):
-            ax.plot(r['heads'], r['valid'], style, mfc=None if whole or best else 'w', label=r['model'] if whole else None)
+            label, face = r['model'] if whole else None, None if whole or best else 'w'
+            ax.plot(r['heads'], r['valid'], style, mfc=face, label=label)
     ax.plot(*zip(*[(r['heads'], r['valid']) for r in on_front(rows)]), 'C0-', lw=1, label='pruned')
     ax.set(xlabel=f"heads, of {rows[0]['of']}", ylabel='valid ' + ('ppl' if rows[0]['unit'] == 'word' else 'bpc'))
     ax.legend(fontsize=8, frameon=False)
@@ -214,8 +215,8 @@ def write_report(
     text = '\n\n'.join([table(rows), f'{explained(rows)}.', ' '.join(said),
                         '; '.join(f'{k} {v}' for k, v in about['environment'].items()),
                         f'```sh\n{line}\n```']) + '\n'
-    alt = {'front.png': 'quality of each pruned model over its heads', 'heads.png': 'which heads stayed', 'gates.png': 'open probability of each gate',
-           'training.png': 'loss of each phase over its steps'}
+    alt = {'front.png': 'quality of each pruned model over its heads', 'heads.png': 'which heads stayed',
+           'gates.png': 'open probability of each gate', 'training.png': 'loss of each phase over its steps'}
     shown = ''.join(f'\n![{alt[name]}]({name})\n' for name in figures)
     report = f"# Layer-wise head pruning, corpus {about['corpus']}\n\n{text}{shown}"
     mask = None if keep is None else keep.int().tolist()

@@ -196,6 +196,7 @@ def run(
          'not all that these are made from', 'give baseline, and gated for pruned')
     inside = baseline is not None and run_dir.resolve().is_relative_to(Path(baseline).resolve())
     need(not inside, 'run_dir', run_dir, f'inside {baseline}', 'choose another one')
+    if gating and 'gated' in models: gating(recipe)            # what it refuses
     if not resume and world.rank == 0 and run_dir.exists():
         raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
     recipe = replace(recipe, corpus=corpus or recipe.corpus)

@@ -115,6 +115,7 @@ def gates_for(
     r: Recipe # method, sparsity, sizes
 ) -> tuple[nn.Module, dict]: # gates; what `train` is given besides
     "The gates that a recipe asks for."
+    need(r.method in ('gates', 'subset'), 'method', r.method, 'a score, which trains no gates', 'give repair.chooser')
     given = r.sparsity or r.method != 'subset'
     need(given, 'sparsity', 0, 'method subset needs a share of the heads', 'give one, as 0.4')
     if not r.sparsity and not r.sizes: return r.gates(), {}

@@ -138,8 +138,9 @@ REFUSED = [ # arguments, exit status, what the line must name
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'method=entrpy: unknown; give entropy'),
     (['score', 'good', '--corpus', 'own.txt', '--sparsity', '1.5'], 2, 'sparsity=1.5: not a share'),
     (['score', 'good', '--corpus', 'own.txt', '--rounds', '0'], 2, 'rounds=0: not positive'),
-    (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 1, 'text: 20 symbols'),
-    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'glue'], 2, 'method=glue: unknown; give random, magnitude'),
+    (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 2, 'score_tokens=20: 8 streams'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'glue'], 2, 'method=glue: unknown; give gates, subset, random, magnitude'),
+    (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'subset'], 2, 'sparsity=0: method subset needs a share'),
     (['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'random', '--repair', 'glue'], 2, 'repair=glue: unknown'),
     (['sample', 'good', '--prompt', 'Ones'], 2, "prompt=Ones: good does not know 'O'; give text of"), # writing
     (['sample', 'good', '--n', '1.5'], 2, 'n=1.5: not int'),

@@ -75,5 +75,5 @@ def test_repairs_of_whole_layers_and_of_nothing(kind):
         assert small.cfg.heads == [4, 0, 4] and math.isfinite(evaluate(small, IDS))
 
 def test_texts_that_are_too_short():
-    with pytest.raises(DataError, match='20 symbols, but 8 streams'): score(model(), IDS[:20], 'gradient')
+    with pytest.raises(ValueError, match='score_tokens=20: 8 streams of one segment need 65'): score(model(), IDS[:20], 'gradient')
     with pytest.raises(DataError, match='do not fill a memory'): score(model(), IDS[:100], 'entropy')
