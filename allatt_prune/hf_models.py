@@ -72,7 +72,7 @@ def per_head(
     l, h = shape(model)
     try: x = torch.as_tensor(x)
     except (TypeError, ValueError): need(False, name, type(x).__name__, 'not a table of numbers', 'give one per head')
-    need(not x.is_floating_point() or x.isfinite().all(), name, 'nan', 'not finite numbers', 'give one number per head')
+    need(x.isfinite().all(), name, x[~x.isfinite()][:1].tolist(), 'not a finite number', 'give one per head')
     share, why = model.config.num_attention_heads // h, f'not (layers, heads) = {(l, h)}'
     if share > 1: why = f'not (layers, groups) = {(l, h)}: groups of {share} heads share their keys and values'
     need(x.shape == (l, h), name, tuple(x.shape), why, 'give one number for each')
@@ -228,7 +228,6 @@ def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
     if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze().eval()() if z is None else z
     keep = per_head(keep, 'keep', model).cpu().bool()
     z = keep.float() if z is None else per_head(z, 'z', model).detach().cpu()
-    need(z.isfinite().all(), 'z', z[~z.isfinite()][:1].tolist(), 'not a finite number', 'give one per head')
     need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
     return keep, z
 
