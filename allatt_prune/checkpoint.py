@@ -102,7 +102,9 @@ def place(path: str|Path) -> Path: # a folder, or the name of a model
 def _manifest(path, what): # SHA-256 by file
     if not (path/'manifest.json').is_file():
         why = 'no manifest.json there' if path.is_dir() else 'not a folder' if path.exists() else 'not found'
-        if (path/'config.json').exists() and b'model_type' in (path/'config.json').read_bytes(): why = 'no manifest.json there (models of transformers: score and prune only)'
+        config = path/'config.json'
+        if config.is_file() and b'model_type' in config.read_bytes():
+            why = 'no manifest.json there (models of transformers: score and prune only)'
         names = ', '.join(['', *shipped()]) if what == 'checkpoint' else ''
         raise FileNotFoundError(f'{what}={path}: {why}; give a folder that allatt_prune wrote{names}')
     try:

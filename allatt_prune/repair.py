@@ -86,7 +86,8 @@ def chooser(
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'): return None
-    for kind, known in (('method', ('gates', 'subset', *METHODS)), ('repair', REPAIRS)): known_name(kind, getattr(r, kind), known)
+    known_name('method', r.method, ('gates', 'subset', *METHODS))
+    known_name('repair', r.repair, REPAIRS)
     need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
