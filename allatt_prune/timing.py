@@ -115,7 +115,8 @@ def environment(
 # %% ../nbs/14_timing.ipynb #28777512
 def matmul_job(device: str = 'cpu', dtype: torch.dtype = torch.float32) -> tuple[Callable, int]: # and its MACs
     "The product of two square matrices: what the machine can do at best."
-    size = 8192 if torch.device(device).type == 'cuda' else 2048
+    cuda = torch.device(device).type == 'cuda'
+    size = 8192 if cuda else 2048 if dtype == torch.float32 else 512
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     return (lambda: a @ b), size**3
 
