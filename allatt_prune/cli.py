@@ -18,7 +18,7 @@ from . import generate                              # LM learns to write
 from .gates import HeadGates
 from .importance import choose_heads, keep_mask, known_name, score
 from .model import DROPOUTS, LM
-from .options import FIELDS, JOBS, SCORING, SHAPE, convert, parser
+from .options import FIELDS, JOBS, SCORED, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, get_recipe
 from .remove import remove_heads
 from .repair import chooser
@@ -36,6 +36,7 @@ def _to_prune(args, changes): # the recipe for a trained model
     model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
+    if 'gates' in parts: warnings.warn(f'checkpoint={args.model}: its gates are left aside; heads are chosen anew')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
     how = dict(method='gates', sparsity=0., sizes=[])          # what the recipe says of it falls with another wish
@@ -87,6 +88,10 @@ def _train(args, changes): # run, train, prune
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
     _warn_if_crowded()
+    for of, rise in dict(steps='warmup', prune_steps='prune_warmup', gate_steps='lam_warmup').items():
+        n, most = getattr(recipe, rise), getattr(recipe, of)
+        used = of in changes or rise in changes
+        if used and most < n: warnings.warn(f'{rise}={n}: longer than {of}={most}, so its end is never reached')
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
@@ -131,16 +136,22 @@ def _evaluate(args, changes):
         unlike = f'not as in its report, which has {theirs:.4f} over {n:,} tokens in one stream'
         print('as in its report' if same else f'{unlike}: text, tokens, streams or memory are others')
 
+def _need_new(option, file): # a name for a file that can be written
+    taken = os.path.lexists(file) or not Path(file).parent.is_dir()
+    if taken: raise OSError(f'{option}={file}: exists, or its folder does not; choose another name')
+
 def _write_figure(file, figure):
     figure.savefig(out := io.BytesIO(), format='png', dpi=100)
     checkpoint.write_file(file, out.getvalue())
     print(f'\nfigure: {visible(file)}')
 
 def _compare(args, _):
-    if os.path.lexists(args.figure): raise OSError(f'figure={args.figure}: exists; choose another name')
+    names = (f"compare{f'-{i}' if i else ''}.png" for i in itertools.chain([0], itertools.count(2)))
+    file = args.figure if args.figure is not None else next(x for x in names if not os.path.lexists(x))
+    _need_new('figure', file)
     text, figure = compare(args.runs)
     print(*map(visible, text.splitlines()), sep='\n')
-    _write_figure(args.figure, figure)
+    _write_figure(file, figure)
 
 def _print_scores(scores, keep):
     rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(*row)), int(row[1].sum())]
@@ -149,7 +160,7 @@ def _print_scores(scores, keep):
 
 def _score(args, changes):
     if _of_transformers(args): return _score_transformers(args, changes)
-    recipe = get_recipe('tiny', **dict(method='leave_one_out', sparsity=.4) | changes)
+    recipe = get_recipe('tiny', **SCORED | changes)
     model, (_, parts) = LM.from_pretrained(args.model).to(pick_device(args.device)), checkpoint.load(args.model)
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
@@ -211,8 +222,7 @@ def _time(args, changes):
         numbers[name] = int(n)
     for r in [get_recipe(name, **changes) for name in args.recipe]: heads_kept(kept, r.n_layer, r.n_head)
     for name in ('json', 'card'):
-        if (file := getattr(args, name)) is not None and (os.path.lexists(file) or not Path(file).parent.is_dir()):
-            raise OSError(f'{name}={file}: exists, or its folder does not; choose another name')
+        if getattr(args, name) is not None: _need_new(name, getattr(args, name))
     text = load_corpus(args.corpus, args.cache)
     if args.card:
         found = [card_recipe(args.recipe[0], text, device, changes=changes, kept=kept, **numbers)]
@@ -254,7 +264,7 @@ def _scored(args, changes): # the module `hf`, recipe, model, tokenizer, batches
     from allatt_prune import hf                                # here, as transformers is an extra, and takes seconds
     hf.transformers.logging.set_verbosity_error()
     hf.transformers.utils.logging.disable_progress_bar()
-    recipe = get_recipe('tiny', **dict(method='leave_one_out', repair='nothing', sparsity=.4) | changes)
+    recipe = get_recipe('tiny', **SCORED | dict(repair='nothing') | changes)
     for kind, known in (('method', hf.METHODS), ('repair', hf.REPAIRS)): known_name(kind, getattr(recipe, kind), known)
     model, tokenizer = hf.open_folder(args.model)
     corpus = load_corpus(args.corpus or 'pydocs', args.cache, unit=args.unit)

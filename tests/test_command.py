@@ -342,7 +342,10 @@ def test_several_runs_beside_each_other(folder):
     assert all(f'| c{lam} | {model} |' in done.stdout for lam in ('0.1', '0.6') for model in ('baseline', 'pruned'))
     assert (folder/'compare.png').read_bytes()[:4] == b'\x89PNG' and max(map(len, done.stdout.splitlines())) < 80
     again = command('compare', 'c0.1', cwd=folder)
-    assert (again.returncode, again.stderr) == (1, 'allatt-prune: error: figure=compare.png: exists; choose another name\n')
+    assert again.returncode == 0 and 'figure: compare-2.png' in again.stdout and (folder/'compare-2.png').exists()
+    for name in ('compare.png', 'no/such.png'):
+        wrong = command('compare', 'c0.1', '--figure', name, cwd=folder)
+        assert (wrong.returncode, wrong.stdout, wrong.stderr.count('\n')) == (1, '', 1) and f'figure={name}: exists, or its folder does not' in wrong.stderr
     assert 'run_dir=good' in command('compare', 'good', '--figure', 'other.png', cwd=folder).stderr and not (folder/'other.png').exists()
 
 def test_a_latency_card(folder):
@@ -393,3 +396,13 @@ def test_every_head_may_go(folder):
     done = command(*OWN, '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert '| pruned | 0/8 |' in done.stdout
+
+def test_help_names_what_there_is():
+    from allatt_prune import importance, options, repair
+    assert options.NAMES == dict(method=[*importance.METHODS], repair=[*repair.REPAIRS])
+
+def test_warned_of_what_a_schedule_never_reaches_and_of_gates_that_are_left_aside(folder):
+    done = command(*OWN, '--run-dir', 'w', '--prune-warmup', '50', cwd=folder)
+    assert done.returncode == 0 and 'prune_warmup=50: longer than prune_steps=' in done.stderr, done.stderr
+    done = command('prune', 'w/gated', *TOY, '--corpus', 'own.txt', '--run-dir', 'x', cwd=folder)
+    assert done.returncode == 0 and 'its gates are left aside; heads are chosen anew' in done.stderr, done.stderr
