@@ -36,7 +36,6 @@ def _to_prune(args, changes): # the recipe for a trained model
     model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
-    if 'gates' in parts: warnings.warn(f'checkpoint={args.model}: its gates are left aside; heads are chosen anew')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
     how = dict(method='gates', sparsity=0., sizes=[])          # what the recipe says of it falls with another wish
@@ -95,6 +94,8 @@ def _train(args, changes): # run, train, prune
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
+        if baseline and 'gates' in checkpoint.load(baseline)[1]:
+            warnings.warn(f'checkpoint={baseline}: its gates were left aside; heads were chosen anew')
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
         said = f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; give another one'
         if kept in (0, 1) and not recipe.sparsity and not recipe.sizes: warnings.warn(said)
