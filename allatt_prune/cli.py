@@ -284,6 +284,7 @@ def _score_transformers(args, changes):
 def _prune_transformers(args, changes):
     need(args.run_dir != '', 'run_dir', '', 'no name', 'give that of a folder to create')
     path = Path(args.run_dir or 'runs/pruned')
+    need('sparsity' in changes, 'sparsity', '', 'missing', 'say which share of the heads goes, as 0.4')
     with checkpoint.new_folder(path, 'run_dir') as tmp:
         hf, recipe, model, tokenizer, batches, _, keep = _scored(args, changes)
         small = hf.REPAIRS[recipe.repair](model, keep, batches)

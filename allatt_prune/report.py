@@ -204,8 +204,9 @@ def write_report(
         if not gated: how = f"Heads chosen by {r['method']}, repair: {r['repair']}"
         said += [f"{how}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
         figures['heads.png'] = _png(plot_heads(keep))
-        probs, steps = ([rec[k] for rec in gated] for k in ('open_prob', 'step'))
-        if gated: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
+        seen = [rec for rec in gated if 'open_prob' in rec]    # gates of another kind may have none
+        probs, steps = ([rec[k] for rec in seen] for k in ('open_prob', 'step'))
+        if seen: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
         if r['sizes']: figures['front.png'] = _png(plot_front(rows))
     said += [f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
              '± is half the distance between the quartiles.',

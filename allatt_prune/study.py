@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from .checkpoint import verify, write_file
-from .gates import HeadGates
+from .checkpoint import load, verify, write_file
 from .report import command, markdown
 from .resume import read_metrics
 from .run import MODELS, pick_device, run
@@ -32,8 +31,9 @@ def outcome(run_dir: str|Path) -> dict:
     for r in read_metrics(run_dir):
         opened = [round(sum(map(sum, r['open_prob'])), 2)] if 'open_prob' in r else []
         curves.setdefault(r['phase'], []).append([r['step'], round(r['loss'], 4), *opened])
-    if 'gated' not in curves: return report | dict(curves=curves)
-    pi = HeadGates.from_pretrained(Path(run_dir)/'gated').log_alpha.tolist()
+    gates = load(Path(run_dir)/'gated')[1]['gates'] if 'gated' in curves else {}
+    if 'log_alpha' not in gates: return report | dict(curves=curves)
+    pi = gates['log_alpha'].tolist()
     return report | dict(curves=curves, pi=[[round(x, 3) for x in row] for row in pi])
 
 def finished(

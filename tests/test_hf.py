@@ -442,7 +442,7 @@ def test_the_command_scores_and_prunes_a_folder(tmp_path, shell):
     assert status == 0 and '| pruned | 6 |' in out and 'nats per token' in out, (out, err)
     small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'small')
     assert sum(map(len, small.config.kept_heads)) == 6 and transformers.AutoTokenizer.from_pretrained(tmp_path/'small')('ab')['input_ids'] == [1, 2]
-    status, out, err = shell('prune bert --method entropy --sparsity 0.25 --per-layer true --run-dir encoder')
+    status, out, err = shell('prune bert --sparsity 0.4 --method entropy --sparsity 0.25 --per-layer true --run-dir encoder')
     assert status == 0 and '| pruned | 9 |' in out, (out, err)
     assert all(p.read_bytes() == x for p, x in before.items())
 
@@ -462,9 +462,9 @@ def test_the_command_refuses_in_one_line(tmp_path, shell):
     for line, status, said in (('score bert', 2, 'labels=None: there is no loss without'), ('score many --method entropy', 2, 'tokenizer=token'),
                                ('score no-tokenizer --method entropy', 1, 'tokenizer=no-tokenizer: none there'), ('score cut --method entropy', 1, 'model=cut: '),
                                ('score small --method entropy', 2, 'model=allatt_prune-bert: heads were removed before'), ('score no-weights --method entropy', 1, 'model=no-weights: '),
-                               ('prune bert --method gates --run-dir new', 2, 'method=gates: unknown'), ('prune bert --method entropy --repair glue --run-dir new', 2, 'repair=glue'),
-                               ('prune bert --method entropy --lam 0.1 --run-dir new', 2, '--lam=0.1: not for a model of transformers'), ('prune bert --method entropy --run-dir taken', 1, 'taken: exists'),
-                               ('prune bert --method persistent --run-dir new', 2, 'persistent'), ('score bert --rounds 2 --method entropy', 2, '--rounds=2: not for')):
+                               ('prune bert --sparsity 0.4 --method gates --run-dir new', 2, 'method=gates: unknown'), ('prune bert --method entropy --run-dir new', 2, 'sparsity=: missing'), ('prune bert --sparsity 0.4 --method entropy --repair glue --run-dir new', 2, 'repair=glue'),
+                               ('prune bert --sparsity 0.4 --method entropy --lam 0.1 --run-dir new', 2, '--lam=0.1: not for a model of transformers'), ('prune bert --sparsity 0.4 --method entropy --run-dir taken', 1, 'taken: exists'),
+                               ('prune bert --sparsity 0.4 --method persistent --run-dir new', 2, 'persistent'), ('score bert --rounds 2 --method entropy', 2, '--rounds=2: not for')):
         found, out, err = shell(line)
         assert found == status and said.replace('--', '') in err.replace('--', '') and err.count('\n') == 1 and err.startswith('allatt-prune: error: ') and '; ' in err, (line, found, out, err)
     assert sorted(p for p in tmp_path.rglob('*') if 'cache' not in p.parts) == was

@@ -8,6 +8,7 @@ from allatt_prune.recipe import get_recipe
 from allatt_prune.repair import chooser
 from allatt_prune.resume import Stopped, train as resumed
 from allatt_prune.run import run
+from allatt_prune.study import finished
 from allatt_prune.sparsity import Target, TargetGates, gates_for, sparsity_for
 from allatt_prune.train import train
 
@@ -86,3 +87,17 @@ def test_bad_shares():
     cfg = TOY.config(27)
     for budget in (dict(params=1), dict(macs=1)):
         with pytest.raises(ValueError, match='=1: too few even without any head'): sparsity_for(cfg, **budget)
+
+def test_gates_of_another_kind_go_the_whole_way(tmp_path):
+    class Plain(torch.nn.Module): # neither log_alpha nor open_prob
+        def __init__(self):
+            super().__init__()
+            self.x = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        def forward(self): return torch.sigmoid(self.x) if self.x.requires_grad else self.open_mask().float()
+        def open_mask(self): return self.x.detach() > 0
+        def freeze(self): return self.requires_grad_(False)
+    made = lambda recipe: (Plain(), dict(penalty=lambda gates, step: gates.x.sum() * 0))
+    for _ in range(2): found = finished(TOY, tmp_path/'run', gating=made)
+    heads = {x['model']: x['heads'] for x in found['rows']}
+    assert 0 < heads['gated'] == heads['pruned'] < heads['control'] == 12
+    assert 'pi' not in found and '(gates.png)' not in (tmp_path/'run'/'report.md').read_text()
