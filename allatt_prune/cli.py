@@ -39,7 +39,8 @@ def _to_prune(args, changes): # the recipe for a trained model
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
     how = dict(method='gates', sparsity=0., sizes=[])          # what the recipe says of it falls with another wish
-    if (how.keys() | {'lam', 'params', 'macs'}) & (changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}):
+    wished = changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}
+    if wished & (how.keys() | {'lam', 'params', 'macs'}):
         recipe = replace(recipe, **how)
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS and not (f in DROPOUTS and f in changes)}
     for f in shape.keys() & changes.keys():
@@ -87,13 +88,13 @@ def _train(args, changes): # run, train, prune
     else: recipe = _to_prune(args, changes) if args.command == 'prune' else get_recipe(args.recipe or 'tiny', **changes)
     baseline = args.model if args.command == 'prune' and not args.resume else None
     _warn_if_crowded()
-    for of, rise in dict(steps='warmup', prune_steps='prune_warmup', gate_steps='lam_warmup').items():
-        n, most = getattr(recipe, rise), getattr(recipe, of)
-        used = of in changes or rise in changes
-        if used and most < n: warnings.warn(f'{rise}={n}: longer than {of}={most}, so its end is never reached')
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
+        for of, rise in dict(steps='warmup', prune_steps='prune_warmup', gate_steps='lam_warmup').items():
+            n, most = getattr(recipe, rise), getattr(recipe, of)
+            used = of in changes or rise in changes
+            if used and most < n: warnings.warn(f'{rise}={n}: longer than {of}={most}, so its end was never reached')
         if baseline and 'gates' in checkpoint.load(baseline)[1]:
             warnings.warn(f'checkpoint={baseline}: its gates were left aside; heads were chosen anew')
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
