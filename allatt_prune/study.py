@@ -127,14 +127,15 @@ def costs(found: list[dict]) -> dict[int, list[tuple]]:
 
 def arm_costs(
     gates: list[dict], # the `outcome` of each gated run; some have the control
-    others: list[dict] # arm, lam, seed, keep (l h), test: what other choices came to
+    others: list[dict], # arm, lam, seed, keep (l h), valid, test: what other choices came to
+    split: str = 'test' # or 'valid'
 ) -> dict: # by arm and lambda, by seed: share of heads removed, and what is lost against the control of the seed
     "What trained gates and other choices of heads cost."
-    mine = [dict(arm='gates', keep=f['keep'], test=r['test'], **{k: f['recipe'][k] for k in ('lam', 'seed')})
+    mine = [{'arm': 'gates', 'keep': f['keep'], split: r[split], **{k: f['recipe'][k] for k in ('lam', 'seed')}}
             for f in gates for r in f['rows'] if r['model'] == 'pruned']
     out, control = {}, by_seed(gates, 'control')
     for x in mine + others:
-        lost = x['test'] - control[x['seed']]['test']
+        lost = x[split] - control[x['seed']][split]
         out.setdefault((x['arm'], x['lam']), {})[x['seed']] = 1 - float(np.mean(x['keep'])), lost
     return out
 
