@@ -76,7 +76,7 @@ def test_the_list_of_differences_names_what_is_measured():
 
 def training(phase, recipe, environment, corpus=None): # what decides on the outcome of a training
     aside = ['log_every', 'save_every', 'valid_every', 'corpus', 'vocab', 'heads']
-    if phase != 'gated': aside += [f for f in recipe if f.startswith(('lam', 'gate_')) or f in ('output_scale', 'l0_exact')]
+    if phase != 'gated': aside += [f for f in recipe if f.startswith(('lam', 'gate_')) or f in ('output_scale', 'l0_exact', 'sparsity')]
     if phase == 'baseline': aside += [f for f in recipe if f.startswith('prune_')]
     settings = {f: x for f, x in recipe.items() if f not in aside} | ({} if phase == 'gated' else dict(gate_steps=0))
     where = [environment[k] for k in ('threads', 'torch', 'python', 'processor')]
