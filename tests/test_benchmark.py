@@ -5,7 +5,7 @@ from allatt_prune.cli import main
 
 SMALL = '--n-layer 1 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --batch 2 --repeats 2 --warmup 1 --corpus own.txt'.split()
 
-def command(*args, cwd): return subprocess.run([sys.executable, '-m', 'allatt_prune', 'time', *args], cwd=cwd, capture_output=True, text=True, timeout=600)
+def command(*args, cwd): return subprocess.run([sys.executable, '-m', 'allatt_prune', 'time', *args], cwd=cwd, capture_output=True, text=True, timeout=1800)
 
 @pytest.fixture
 def folder(tmp_path, tmp_path_factory, monkeypatch):
