@@ -83,7 +83,7 @@ def training(phase, recipe, environment, corpus=None): # what decides on the out
     return phase, corpus or recipe['corpus'], *where, repr(get_recipe('text8', **settings))
 
 def trainings(found): # of all results: which training it was, and heads of each layer, bits or perplexity
-    runs = [f for n in ('tiny', 'books', 'books-word', 'table1', 'table2', 'figure3') for f in found[n].get('runs', [found[n]])]
+    runs = [f for n in ('tiny', 'books', 'books-word', 'table1', 'figure3') for f in found[n].get('runs', [found[n]])]
     for f in runs + found['choice']['gates'] + [f for f in found['choice']['early'] if f['part'] == 64]: # others begin elsewhere
         for row in f['rows']:
             if row['model'] not in f.get('curves', ('baseline', 'control', 'gated')): continue # pruned is gated; or a copy from another run
