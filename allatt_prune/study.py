@@ -122,7 +122,7 @@ def heads_table(found: list[dict]) -> str:
 def costs(found: list[dict]) -> dict[int, list[tuple]]:
     "By seed, from few heads removed to many: their share, the test score, and the test score of the control."
     pruned = [by_seed(found, 'pruned', lam) for lam in {f['recipe']['lam'] for f in found}]
-    return {seed: sorted((1 - r[seed]['heads']/r[seed]['of'], r[seed]['test'], c['test']) for r in pruned)
+    return {seed: sorted((1 - r[seed]['heads']/r[seed]['of'], r[seed]['test'], c['test']) for r in pruned if seed in r)
             for seed, c in by_seed(found, 'control').items()}
 
 def arm_costs(
