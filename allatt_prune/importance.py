@@ -194,6 +194,7 @@ def keep_mask(
     rows = scores if per_layer else scores.reshape(1, -1)
     order = rows.argsort(dim=1, descending=True, stable=True)
     stays = torch.arange(rows.shape[1]) < rows.shape[1] - round(sparsity * rows.shape[1])
+    need(stays.any(), 'sparsity', sparsity, 'all heads would go', 'give less')
     return torch.zeros_like(rows, dtype=torch.bool).scatter(1, order, stays.expand_as(rows)).reshape(scores.shape)
 
 # %% ../nbs/18_importance.ipynb #c9284b30

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from .data import need
 from .gates import output_scale
-from .importance import METHODS, choose_heads, known_name, segment_losses, watched
+from .importance import METHODS, choose_heads, keep_mask, known_name, segment_losses, watched
 from .model import LM
 from .recipe import Recipe
 from .remove import remove_heads
@@ -89,6 +89,7 @@ def chooser(
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)
     need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
+    keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training, not after it
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
         keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer, rounds=r.rounds, seed=r.seed)

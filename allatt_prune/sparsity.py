@@ -11,6 +11,7 @@ from torch import nn, Tensor
 from .cost import count_macs, count_params
 from .data import need
 from .gates import HeadGates, largest, output_scale
+from .importance import keep_mask
 from .model import LMConfig
 from .recipe import Recipe
 
@@ -121,7 +122,8 @@ def gates_for(
     if not r.sparsity and not r.sizes: return r.gates(), {}
     n = r.n_layer * r.n_head
     make = NestedGates if r.sizes else SubsetGates if r.method == 'subset' else TargetGates
-    gates = make(r.n_layer, r.n_head, r.sizes or n - round(r.sparsity * n), r.gate_init, scale=r.output_scale)
+    keep = int(keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity).sum()) # as a score would leave
+    gates = make(r.n_layer, r.n_head, r.sizes or keep, r.gate_init, scale=r.output_scale)
     if r.method == 'subset': return gates, {}
     target = Target(r.sparsity or 1 - gates.keep / n, r.lam_warmup, r.gate_lr / 10)
     return gates, dict(penalty=target, keep=dict(target=target))
@@ -139,7 +141,7 @@ def sparsity_for(
         small = LMConfig(**vars(cfg) | dict(heads=[n//l + (i < n % l) for i in range(l)]))
         return (params is None or count_params(small)['total'] <= params) and (
             macs is None or count_macs(small, batch)['total'] <= macs)
-    left = next((n for n in range(l*h, -1, -1) if fits(n)), None)
+    left = next((n for n in range(l*h, 0, -1) if fits(n)), None)
     what, most = ('params', params) if params is not None else ('macs', macs)
-    need(left is not None, what, most, 'too few even without any head', 'give more')
+    need(left is not None, what, most, 'too few even with one head', 'give more')
     return 1 - left / (l*h)

@@ -309,7 +309,7 @@ def test_heads_chosen_by_a_score(folder):
 
 def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
     short = [*TOY, '--corpus', 'own.txt', '--lam-warmup', '1']
-    for i, (how, kept) in enumerate(((['--sparsity', '0.75'], 2), (['--sparsity', '.5', '--method', 'subset'], 4), (['--macs', '1'], 'macs=1.0: too few even without any head; give more'),
+    for i, (how, kept) in enumerate(((['--sparsity', '0.75'], 2), (['--sparsity', '.5', '--method', 'subset'], 4), (['--macs', '1'], 'macs=1.0: too few even with one head; give more'),
                                      (['--macs', '1e9'], 'macs=1e+09: the whole model fits; give less'))):
         done = command('prune', 'good', *short, *how, '--run-dir', f'x{i}', cwd=folder)
         if type(kept) is str: assert (done.returncode, done.stderr) == (2, f'allatt-prune: error: --{kept}\n')

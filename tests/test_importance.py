@@ -48,10 +48,11 @@ def test_half_precision_and_double():
 @pytest.mark.parametrize('per_layer', [False, True])
 def test_as_many_heads_go_as_were_asked_for(rounds, per_layer):
     net = model()
-    for sparsity in (0, .25, .5, .75, 1):
+    for sparsity in (0, .25, .5, .75):
         keep = choose_heads(net, IDS, 'taylor', sparsity, per_layer=per_layer, rounds=rounds, batch=4)
         assert int((~keep).sum()) == 12 * sparsity
         if per_layer: assert set((~keep).sum(1).tolist()) == {int(4 * sparsity)}
+    with pytest.raises(ValueError, match='sparsity=.*: all heads would go'): choose_heads(net, IDS, 'taylor', 1., per_layer=per_layer, rounds=rounds, batch=4)
 
 def test_the_highest_scores_stay():
     for seed in range(20):

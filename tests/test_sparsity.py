@@ -79,14 +79,18 @@ def test_the_multiplier_is_what_the_penalty_says():
     assert gates.log_alpha.grad[0, 0].item() == pytest.approx((lam + 2*.25) * .25, rel=1e-5)   # (lambda_1 + rho e) times the slope of sigma
 
 def test_bad_shares():
-    for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1')):
+    for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1'),
+                      (dict(sizes=[0, 3]), r'sizes=\[0, 3\]: not different numbers of 12 heads')):
         with pytest.raises(ValueError, match=said): replace(TOY, **bad)
     with pytest.raises(ValueError, match='sparsity=0: method subset needs a share'): gates_for(replace(TOY, method='subset'))
     with pytest.raises(ValueError, match='sparsity=0: method taylor needs a share'): chooser(replace(TOY, method='taylor'))
     with pytest.raises(ValueError, match='keep=13: not a number of 12'): TargetGates(3, 4, 13)
+    for method, ask in (('gates', gates_for), ('subset', gates_for), ('taylor', chooser)): # before any training
+        with pytest.raises(ValueError, match='sparsity=0.97: all heads would go'): ask(replace(TOY, method=method, sparsity=.97))
+    with pytest.raises(ValueError, match='sparsity=0.9: all heads would go'): chooser(replace(TOY, method='taylor', sparsity=.9, per_layer=True))
     cfg = TOY.config(27)
     for budget in (dict(params=1), dict(macs=1)):
-        with pytest.raises(ValueError, match='=1: too few even without any head'): sparsity_for(cfg, **budget)
+        with pytest.raises(ValueError, match='=1: too few even with one head'): sparsity_for(cfg, **budget)
 
 def test_gates_of_another_kind_go_the_whole_way(tmp_path):
     class Plain(torch.nn.Module): # neither log_alpha nor open_prob
