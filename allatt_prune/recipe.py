@@ -28,6 +28,8 @@ class Recipe(LMConfig):
     prune_warmup: int = 4_000 # steps until prune_lr is reached: as for the baseline, §4.1.2
     prune_lr: float = 1e-3 # largest learning rate while pruning, §4.1.2
     prune_lr_min: float = 1e-4 # learning rate at the end, §4.1.2
+    prune_dropout: bool = True # dropout for all models, as the paper; False: only for the baseline
+    teacher: float = 0. # weight of what the baseline predicts, in what the other models learn (21_distill)
     lam: float = .01 # sparsity coefficient lambda, the weight of the L0 loss: .01, .015 or .02, §4.1.2
     lam_warmup: int = 4_000 # steps until lam is reached, §4.1.2
     gate_steps: int = 16_000 # steps until the gates are frozen, §4.1.2
@@ -61,10 +63,10 @@ class Recipe(LMConfig):
                      unit=('', 'char', 'word'))
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
-        need(self.sparsity <= 1, 'sparsity', self.sparsity, 'not a share', 'give 0 to 1')
+        for f in ('sparsity', 'teacher'): need(getattr(self, f) <= 1, f, getattr(self, f), 'not a share', 'give 0 to 1')
         self.sizes, n = sorted(self.sizes), self.n_layer * self.n_head
-        need(all(type(k) is int and 0 <= k <= n for k in self.sizes) and len(set(self.sizes)) == len(self.sizes),
-             'sizes', self.sizes, f'not different numbers of {n} heads', 'give some, or none')
+        need(all(type(k) is int and 0 < k <= n for k in self.sizes) and len(set(self.sizes)) == len(self.sizes),
+             'sizes', self.sizes, f'not different numbers of {n} heads', 'give some, each 1 or more, or none')
         alone = not self.sizes or self.method == 'gates' and not self.sparsity
         need(alone, 'sizes', self.sizes, 'they are for trained gates, and say how many heads', 'leave out method, sparsity')
         g, n = self.gate_steps, self.prune_steps
@@ -82,8 +84,9 @@ class Recipe(LMConfig):
         return HeadGates(self.n_layer, self.n_head, self.gate_init, scale=self.output_scale, exact=self.l0_exact)
     def pruning(self) -> 'Recipe':
         "The same recipe with the schedule of the pruning phase."
+        none = {} if self.prune_dropout else dict.fromkeys(('dropout', 'attn_dropout', 'pos_dropout'), 0.)
         return replace(self, steps=self.prune_steps, warmup=self.prune_warmup,
-                       lr=self.prune_lr, lr_min=self.prune_lr_min, cosine_steps=0)
+                       lr=self.prune_lr, lr_min=self.prune_lr_min, cosine_steps=0, **none)
 
 # %% ../nbs/06_recipe.ipynb #729b5749
 SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')] # the text and pruning decide these two

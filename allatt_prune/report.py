@@ -198,6 +198,8 @@ def write_report(
     r, unit, gated = about['recipe'], about['unit'], [rec for rec in records if rec['phase'] == 'gated']
     figures = {'training.png': _png(plot_training(records, unit))} if records else {}
     said = [f"Seed {r['seed']}, {r['steps']:,} steps, then {r['prune_steps']:,} for every other model."]
+    if r['teacher']: said += [f"All but the baseline learned from it, too: weight {r['teacher']:g}."]
+    if not r['prune_dropout']: said += ['Only the baseline was trained with dropout.']
     if keep is not None:
         how = f"Sparsity {r['sparsity']:g}, trained {r['method']}" if r['sparsity'] else f"Lambda {r['lam']}"
         if r['sizes']: how = f"One training for {', '.join(map(str, r['sizes']))} heads"

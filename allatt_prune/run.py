@@ -47,6 +47,7 @@ def prune_path(
     gating: Callable|None = None # of a recipe -> gates, what else `train` is given with them; None: those of the recipe
 ) -> tuple[dict[str, LM], HeadGates|None, Tensor|None]: # models by name; the frozen gates; heads that stay (l h)
     "Baseline, control, gated, pruned: trained, or loaded if they are in `run_dir`."
+    from allatt_prune.distill import Distill                   # here, as few runs have a teacher
     world, found, gates, keep, how = Processes(), {}, None, None, {}
     kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
     def new(name): # the model, and which heads it has
@@ -55,11 +56,13 @@ def prune_path(
         torch.manual_seed(recipe.seed)
         first, keep = name == 'baseline', None
         if first: model = LM(recipe.config(len(corpus.vocab))).to(device)
-        else: model = found['baseline'].with_dropout(**{f: getattr(recipe, f) for f in DROPOUTS})
+        else: model = found['baseline'].with_dropout(**{f: getattr(recipe.pruning(), f) for f in DROPOUTS})
         if name == 'pruned': keep, model = choose(model, corpus)
+        more = dict(how) if name == 'gated' else {}
+        if recipe.teacher and not first: more['text_loss'] = Distill(found['baseline'], recipe.teacher)
         train(model, corpus, recipe if name in ('baseline', 'gated') else recipe.pruning(),
               gates if name == 'gated' else None, run_dir, phase=name, start=0 if first else recipe.steps, resume=True,
-              **(how if name == 'gated' else {}))
+              **more)
         return model, keep
     for name in models:
         ready = (run_dir/name).exists()
