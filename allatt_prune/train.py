@@ -86,12 +86,14 @@ class Training:
     grad_norm: float = math.nan # before clipping, of the last step
     lr: float = math.nan # of the last step
     def record(self) -> dict: # JSON
-        "The last step in numbers; with gates, open heads of each layer and the probability of each gate."
+        "The last step in numbers; with gates, open heads of each layer, open probabilities, share between .1 and .9."
         rec = dict(step=self.step, loss=round(self.loss, 6), lr=self.lr, grad_norm=round(self.grad_norm, 5))
         if self.gates is None: return rec
         rec['open'] = self.gates.open_mask().sum(1).tolist()
         if not hasattr(self.gates, 'open_prob'): return rec
-        return rec | dict(open_prob=[[round(p, 4) for p in row] for row in self.gates.open_prob().tolist()])
+        p = self.gates.open_prob()
+        rec['undecided'] = round(((p - .5).abs() < .4).float().mean().item(), 4)
+        return rec | dict(open_prob=[[round(x, 4) for x in row] for row in p.tolist()])
 
 # %% ../nbs/07_train.ipynb #2b57ced8
 def train_steps(
