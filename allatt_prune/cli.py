@@ -38,10 +38,11 @@ def _to_prune(args, changes): # the recipe for a trained model
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
-    how = dict(method='gates', sparsity=0., sizes=[])          # what the recipe says of it falls with another wish
+    how = dict(method='gates', sparsity=0., sizes=[], per_layer=False, rounds=1, repair='scaled')
     wished = changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}
-    if wished & (how.keys() | {'lam', 'params', 'macs'}):
-        recipe = replace(recipe, **how)
+    if wished & ({'method', 'sparsity', 'sizes', 'lam', 'params', 'macs'} if own else {'method', 'sizes', 'lam'}):
+        kept = {'sparsity'} if 'method' in wished and not own else set()
+        recipe = replace(recipe, **{f: x for f, x in how.items() if f not in kept}) # it falls with another wish
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS and not (f in DROPOUTS and f in changes)}
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
@@ -51,7 +52,8 @@ def _to_prune(args, changes): # the recipe for a trained model
     both = budget and 'sparsity' in changes
     need(not both, 'sparsity', changes.get('sparsity'), 'a budget is given, too', 'give one')
     for name, most in budget.items():
-        share = sparsity_for(model.cfg, **{name: most}, batch=changes.get('batch', recipe.batch))
+        share = sparsity_for(model.cfg, **{name: most}, batch=changes.get('batch', recipe.batch),
+                             per_layer=changes.get('per_layer', recipe.per_layer))
         need(share, name, f'{most:g}', 'the whole model fits', 'give less')
         changes['sparsity'] = max(share, changes.get('sparsity', 0))
     recipe = replace(recipe, **shape | changes)
@@ -166,6 +168,7 @@ def _score(args, changes):
     model, (_, parts) = LM.from_pretrained(args.model).to(pick_device(args.device)), checkpoint.load(args.model)
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
+    keep_mask(torch.zeros(model.cfg.n_layer, model.cfg.n_head), recipe.sparsity, recipe.per_layer) # what it refuses
     text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
@@ -174,7 +177,8 @@ def _score(args, changes):
                         **how)
     _print_scores(scores, keep)
     print(f'\n{recipe.method} of each head, from {len(ids):,} {text.unit}s of {text.name}, higher is more important; '
-          f'in brackets: heads that go at sparsity {recipe.sparsity:g}')
+          f'in brackets: heads that go at sparsity {recipe.sparsity:g}' + ', per layer' * recipe.per_layer +
+          f', in {recipe.rounds} rounds; these are the scores of the first' * (recipe.rounds > 1))
 
 def _number(args, name, kind): # an option that is no setting
     try: return kind(getattr(args, name))

@@ -18,7 +18,7 @@ from .data import need
 from .gates import output_scale
 from .hf_models import (ARCHITECTURES, TASKS, attentions, by_head, check_version, masked, open_folder,
                                     per_head, pruned_class, remove_heads, shape, transformers, weight_rows)
-from .importance import STATISTICS, known_name
+from .importance import STATISTICS, evaluating, known_name
 from .repair import least_squares_fit, mean_fit
 
 # %% ../nbs/23_hf.ipynb #61b7c1dd
@@ -29,12 +29,6 @@ def _ready(model, batches): # -> [{name: tensor on the device of the model}]
     need(good, 'batches', f'{len(batches)} things', 'not what the model takes', 'give dictionaries of tensors with '
          'input_ids, and attention_mask and labels where there are any')
     return [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
-
-@contextmanager
-def _evaluating(model):
-    mode = model.training
-    try: yield model.eval()
-    finally: model.train(mode)
 
 @torch.no_grad()
 def _observe(model, batches, z, look, how=None): # look(..., as for `masked`, ..., (b t) bool: tokens that count)
@@ -71,7 +65,7 @@ def attention_statistics(
                 x = STATISTICS[name](_by_distance(p, at) if name == 'distance' else p, p[..., :0])
                 x = (x.double() * real[:, None, at]).sum((0, 2))
                 sums[name][i] += reduce(x, '(h r) -> h', 'mean', h=h).cpu()
-    with _evaluating(model): _observe(model, batches, z, look, 'scores')
+    with evaluating(model): _observe(model, batches, z, look, 'scores')
     return {name: x / count[:, None] for name, x in sums.items()}
 
 # %% ../nbs/23_hf.ipynb #08f330a7
@@ -105,7 +99,7 @@ def evaluate(
     z: Tensor|None = None # (l h) head multipliers; None: all 1
 ) -> float: # mean over the batches
     "The loss that a model has, in evaluation mode."
-    with _evaluating(model), nullcontext() if z is None else masked(model, z):
+    with evaluating(model), nullcontext() if z is None else masked(model, z):
         losses = [_loss(model, batch).item() for batch in _ready(model, batches)]
     return math.fsum(losses) / len(losses)
 
@@ -149,7 +143,7 @@ def score(
     need(method != 'persistent', 'method', method, 'these models have no persistent vectors', 'give another one')
     known_name('method', method, METHODS)
     z = (torch.ones(shape(model)) if z is None else per_head(z, 'z', model).float()).to(model.device)
-    with _evaluating(model): found = METHODS[method](model, _ready(model, batches), z, seed)
+    with evaluating(model): found = METHODS[method](model, _ready(model, batches), z, seed)
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
 
 # %% ../nbs/23_hf.ipynb #1c6f3a34
@@ -158,7 +152,7 @@ def gram(model, batches): # -> (hd+1 hd+1) of each layer, float64: second moment
     def look(i, seen, out, real):
         x = F.pad(rearrange(out[real], 'n h d -> n (h d)').double(), (0, 1), value=1.)
         found[i] = found[i] + x.T @ x
-    with _evaluating(model): _observe(model, _ready(model, batches), None, look)
+    with evaluating(model): _observe(model, _ready(model, batches), None, look)
     return found
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from einops import rearrange
 from torch import Tensor
 from .data import need
 from .gates import output_scale
-from .importance import METHODS, choose_heads, keep_mask, known_name, segment_losses, watched
+from .importance import (METHODS, STATISTICS, choose_heads, evaluating, keep_mask, known_name, segment_losses,
+                                     tokens_needed, unpruned, watched)
 from .model import LM
 from .recipe import Recipe
 from .remove import remove_heads
@@ -24,14 +25,12 @@ def gram(
     batch: int = 8 # streams
 ) -> list[Tensor|None]: # (hd+1 hd+1) of each layer, float64
     "Second moments of the outputs of the heads, before W_o, and of 1."
-    found = [None] * model.cfg.n_layer
+    found = [None] * unpruned(model).cfg.n_layer
     def look(i, args, out):
         x = F.pad(rearrange(out, 'b h t d -> (b t) (h d)').double(), (0, 1), value=1.)
         found[i] = x.T @ x + (0 if found[i] is None else found[i])
-    mode = model.training
-    with watched(model.eval(), look):
+    with evaluating(model), watched(model, look):
         for _ in segment_losses(model, ids, None, batch): pass
-    model.train(mode)
     return found
 
 def _columns(keep, d): return keep.repeat_interleave(d) # (h) -> (h d)
@@ -53,7 +52,7 @@ def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `
 
 @torch.no_grad()
 def _refit(model, keep, ids, fit):
-    small, keep = remove_heads(model, keep, keep.float()), keep.cpu()
+    small, keep = nothing(model, keep), torch.as_tensor(keep).bool().cpu()
     for layer, old, G, stays in zip(small.layers, model.layers, gram(model, ids), keep):
         if layer.attn is None: continue
         W = torch.cat([old.attn.wo.weight, old.attn.wo.bias[:, None]], 1).T.double() # (hd+1 c)
@@ -63,10 +62,12 @@ def _refit(model, keep, ids, fit):
 
 def nothing(model: LM, keep: Tensor, ids=None) -> LM:
     "Without the heads that go."
+    keep = torch.as_tensor(keep).bool()
     return remove_heads(model, keep, keep.float())
 
 def scaled(model: LM, keep: Tensor, ids=None) -> LM:
     "What is left is multiplied by s_g. Paper, equation 3."
+    keep = torch.as_tensor(keep).bool()
     return remove_heads(model, keep, keep * output_scale(keep.float()))
 
 def mean_folded(model: LM, keep: Tensor, ids) -> LM:
@@ -85,11 +86,18 @@ def chooser(
 ) -> Callable|None: # as `choose` for `run`; None for trained gates
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
-    if r.method in ('gates', 'subset'): return None
+    if r.method in ('gates', 'subset'):
+        for f, usual in dict(repair='scaled', rounds=1, per_layer=False).items():
+            need(getattr(r, f) == usual, f, getattr(r, f), 'only for heads that a score chooses', 'give a method, too')
+        return None
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)
     need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
-    keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training, not after it
+    mask = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training, not after it
+    need(not mask.all(), 'sparsity', r.sparsity, 'no head would go', 'give more')
+    reads = r.method not in ('random', 'magnitude') or r.repair not in ('nothing', 'scaled')
+    n = tokens_needed(r, full=r.method in STATISTICS)
+    need(not reads or r.score_tokens >= n, 'score_tokens', r.score_tokens, f'8 streams need {n}', 'give more')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
         keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer, rounds=r.rounds, seed=r.seed)

@@ -123,6 +123,7 @@ def gates_for(
     n = r.n_layer * r.n_head
     make = NestedGates if r.sizes else SubsetGates if r.method == 'subset' else TargetGates
     keep = int(keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity).sum()) # as a score would leave
+    need(r.sizes or keep < n, 'sparsity', r.sparsity, 'no head would go', 'give more')
     gates = make(r.n_layer, r.n_head, r.sizes or keep, r.gate_init, scale=r.output_scale)
     if r.method == 'subset': return gates, {}
     target = Target(r.sparsity or 1 - gates.keep / n, r.lam_warmup, r.gate_lr / 10)
@@ -133,7 +134,8 @@ def sparsity_for(
     cfg: LMConfig, # of the whole model
     params: float|None = None, # the most parameters, of the whole model
     macs: float|None = None, # the most multiply-accumulates per token
-    batch: int = 1 # streams, as for `count_macs`
+    batch: int = 1, # streams, as for `count_macs`
+    per_layer: bool = False # as many of each layer
 ) -> float: # share of the heads to remove
     "The least sparsity that fits. ValueError if none does."
     l, h = cfg.n_layer, cfg.n_head
@@ -141,7 +143,7 @@ def sparsity_for(
         small = LMConfig(**vars(cfg) | dict(heads=[n//l + (i < n % l) for i in range(l)]))
         return (params is None or count_params(small)['total'] <= params) and (
             macs is None or count_macs(small, batch)['total'] <= macs)
-    left = next((n for n in range(l*h, 0, -1) if fits(n)), None)
+    left = next((n for n in range(l*h, 0, -l if per_layer else -1) if fits(n)), None)
     what, most = ('params', params) if params is not None else ('macs', macs)
     need(left is not None, what, most, 'too few even with one head', 'give more')
     return 1 - left / (l*h)

@@ -2,7 +2,7 @@
 import math
 import pytest, torch
 from allatt_prune.data import DataError
-from allatt_prune.importance import METHODS, choose_heads, keep_mask, score
+from allatt_prune.importance import METHODS, attention_statistics, choose_heads, keep_mask, score
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.repair import REPAIRS
 from allatt_prune.train import evaluate
@@ -76,5 +76,29 @@ def test_repairs_of_whole_layers_and_of_nothing(kind):
         assert small.cfg.heads == [4, 0, 4] and math.isfinite(evaluate(small, IDS))
 
 def test_texts_that_are_too_short():
-    with pytest.raises(ValueError, match='score_tokens=20: 8 streams of one segment need 65'): score(model(), IDS[:20], 'gradient')
-    with pytest.raises(DataError, match='do not fill a memory'): score(model(), IDS[:100], 'entropy')
+    for method, said in (('gradient', '8 streams of one segment need 65'), ('leave_one_out', 'few for 8 streams; give 65'), ('entropy', '8 streams with a full memory need 129')):
+        with pytest.raises(ValueError, match=f'score_tokens=20: {said}'): score(model(), IDS[:20], method)
+    for method, n in (('gradient', 65), ('leave_one_out', 65), ('entropy', 129)): assert score(model(), IDS[:n], method).isfinite().all()
+
+def test_bad_input_is_named_and_the_model_left_in_its_mode():
+    net, ones = model().train(), torch.ones(3, 4)
+    small = REPAIRS['nothing'](net, torch.tensor([[1, 0, 0, 0]] * 3))
+    for ask, said in ((lambda: score(net, IDS, 'taylor', batch=0), 'batch=0: not a number of streams'),
+                      (lambda: score(net, IDS + 27, 'gradient'), 'corpus=text: symbol'),
+                      (lambda: score(net, IDS[:20], 'entropy'), 'score_tokens=20'),
+                      (lambda: score(net, IDS, None), 'method=None: unknown'),
+                      (lambda: score(net, IDS, 'random', z=ones[:2]), r'z=\(2, 4\): not a number for each of 3 x 4 heads'),
+                      (lambda: score(net, IDS, lambda *_: math.nan * ones), 'scores=.*: not a number'),
+                      (lambda: keep_mask([[1., math.nan]], .5), 'scores=nan: not a number'),
+                      (lambda: keep_mask(ones, '0.4'), 'sparsity=0.4: not a share'),
+                      (lambda: attention_statistics(small, IDS), r'heads=\[1, 1, 1\]: heads were removed before'),
+                      (lambda: REPAIRS['least_squares'](small, ones, IDS), 'heads=')):
+        with pytest.raises((ValueError, DataError), match=said): ask()
+        assert net.training
+    assert score(net, IDS, lambda *_: [[1.] * 4] * 3).shape == (3, 4)
+
+@pytest.mark.parametrize('repair', REPAIRS)
+def test_masks_of_numbers_are_masks(repair):
+    net, keep = model().eval(), [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+    want = evaluate(REPAIRS[repair](net, torch.tensor(keep).bool(), IDS), IDS)
+    for same in (keep, torch.tensor(keep), torch.tensor(keep).float()): assert evaluate(REPAIRS[repair](net, same, IDS), IDS) == want

@@ -2,7 +2,9 @@
 from dataclasses import replace
 import pytest, torch
 from allatt_prune.corpora import load_corpus
+from allatt_prune.cost import count_params
 from allatt_prune.gates import HeadGates
+from allatt_prune.importance import keep_mask
 from allatt_prune.model import LM
 from allatt_prune.recipe import get_recipe
 from allatt_prune.repair import chooser
@@ -88,7 +90,21 @@ def test_bad_shares():
     for method, ask in (('gates', gates_for), ('subset', gates_for), ('taylor', chooser)): # before any training
         with pytest.raises(ValueError, match='sparsity=0.97: all heads would go'): ask(replace(TOY, method=method, sparsity=.97))
     with pytest.raises(ValueError, match='sparsity=0.9: all heads would go'): chooser(replace(TOY, method='taylor', sparsity=.9, per_layer=True))
+    for method, ask in (('gates', gates_for), ('subset', gates_for), ('taylor', chooser)):
+        with pytest.raises(ValueError, match='sparsity=0.04: no head would go'): ask(replace(TOY, method=method, sparsity=.04))
+    for f, x in dict(repair='least_squares', rounds=3, per_layer=True).items():
+        with pytest.raises(ValueError, match=f'{f}={x}: only for heads that a score chooses'): chooser(replace(TOY, **{f: x}))
+    for method, need in dict(taylor=129, leave_one_out=129, entropy=257).items():
+        few = replace(TOY, method=method, sparsity=.5, score_tokens=need - 1)
+        with pytest.raises(ValueError, match=f'score_tokens={need - 1}: 8 streams need {need}'): chooser(few)
+        chooser(replace(few, score_tokens=need))
+    chooser(replace(TOY, method='random', sparsity=.5, score_tokens=1))                      # reads nothing
     cfg = TOY.config(27)
+    for most in (18_842, 6_100, 11_000):
+        for per_layer in (False, True):
+            share = sparsity_for(cfg, params=most, per_layer=per_layer)
+            keep = keep_mask(torch.rand(3, 4), share, per_layer)
+            assert count_params(replace(cfg, heads=keep.sum(1).tolist()))['total'] <= most
     for budget in (dict(params=1), dict(macs=1)):
         with pytest.raises(ValueError, match='=1: too few even with one head'): sparsity_for(cfg, **budget)
 
