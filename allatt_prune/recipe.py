@@ -98,6 +98,8 @@ _small = _tiny | dict(n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_d
                       warmup=1_200, prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600,
                       gate_steps=2_400, gate_lr=.02, log_every=100, save_every=1000, valid_every=2000,
                       eval_tokens=50_000, corpus='books8-small')
+_best = _small | dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4,
+                      score_tokens=20_000)
 _books = _tiny | dict(d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05,
                       lam_warmup=100, log_every=25, valid_every=0)
 _chars = dict(seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100,
@@ -108,7 +110,7 @@ _wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1.1, §4.1.2
               cutoffs=[20_000, 40_000, 200_000], corpus='wikitext-103', unit='word')
 RECIPES = dict(text8=Recipe(), wt103=Recipe(**_wt103), tiny=Recipe(**_tiny), books=Recipe(**_books | _chars))
 RECIPES |= {'books-word': Recipe(**_books | _words), 'tiny-books': Recipe(**_small), 'tiny-books-word': Recipe(
-    **_small | dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word'))}
+    **_small | dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word')), 'best': Recipe(**_best)}
 
 def get_recipe(
     name: str, # one of RECIPES
