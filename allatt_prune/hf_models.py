@@ -19,7 +19,7 @@ from .data import need
 from .report import model_card
 
 # %% ../nbs/22_hf_models.ipynb #366d60ff
-TESTED = (5, 0), (5, 23) # oldest and newest version of transformers that the tests were run with
+TESTED = (5, 0), (5, 24) # oldest and newest version of transformers that the tests were run with
 
 def check_version(version: str): # as transformers gives it
     "ImportError if this transformers is too old; a warning if it is newer than what was tested."

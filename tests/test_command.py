@@ -321,6 +321,17 @@ def test_a_share_or_a_budget_in_place_of_a_coefficient(folder):
     both = command('prune', 'good', *short, '--params', '1e9', '--sparsity', '.5', cwd=folder)
     assert 'sparsity=0.5: a budget is given, too' in both.stderr
 
+def test_a_recipe_by_name_keeps_what_it_says_unless_another_way_is_wished(folder):
+    short = '--recipe best --corpus own.txt --prune-steps 4 --prune-warmup 1 --gate-steps 2 --lam-warmup 0 --valid-every 0 --log-every 1 --score-tokens 2000'.split()
+    for i, (wish, kept, said) in enumerate(([[], 5, 'Heads chosen by leave_one_out'], (['--sparsity', '.5'], 4, 'Heads chosen by leave_one_out'),
+                                            (['--params', '1e4', '--method', 'random'], None, 'Heads chosen by random'), (['--method', 'gates'], 5, 'Sparsity 0.4, trained gates'),
+                                            (['--lam', '5', '--gate-lr', '3'], 0, 'Lambda 5'))):
+        done, report = command('prune', 'good', *short, *wish, '--run-dir', f'n{i}', cwd=folder), folder/f'n{i}'/'report.md'
+        assert done.returncode == 0, done.stderr
+        assert kept is None or f'| pruned | {kept}/8 |' in done.stdout
+        assert said in report.read_text() and 'learned from it' in report.read_text() and 'Only the baseline was trained with dropout' in report.read_text()
+        if '--params' in wish: assert sum(p.numel() for p in LM.from_pretrained(folder/f'n{i}'/'pruned').parameters()) <= 1e4
+
 def test_pruning_with_another_dropout(folder):
     how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'd', '--control', '--attn-dropout', '0.3']
     done = command(*how, cwd=folder)
