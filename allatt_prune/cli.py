@@ -41,7 +41,10 @@ def _to_prune(args, changes): # the recipe for a trained model
     how = dict(method='gates', sparsity=0., sizes=[], per_layer=False, rounds=1, repair='scaled')
     wished = changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}
     if wished & ({'method', 'sparsity', 'sizes', 'lam', 'params', 'macs'} if own else {'method', 'sizes', 'lam'}):
-        kept = {'sparsity'} if 'method' in wished and not own else set()
+        kept = {'sparsity'} if 'method' in wished and 'sizes' not in wished and not own else set()
+        if recipe.method != 'gates' and not wished & {'method', 'sparsity', 'params', 'macs'}:
+            which = 'lam' if 'lam' in changes else 'sizes'
+            warnings.warn(f'{which}={changes[which]}: gates choose the heads, not {recipe.method} as in the recipe')
         recipe = replace(recipe, **{f: x for f, x in how.items() if f not in kept}) # it falls with another wish
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS and not (f in DROPOUTS and f in changes)}
     for f in shape.keys() & changes.keys():
@@ -57,6 +60,8 @@ def _to_prune(args, changes): # the recipe for a trained model
         need(share, name, f'{most:g}', 'the whole model fits', 'give less')
         changes['sparsity'] = max(share, changes.get('sparsity', 0))
     recipe = replace(recipe, **shape | changes)
+    for f in () if recipe.prune_dropout else changes.keys() & {*DROPOUTS}:
+        need(not changes[f], f, changes[f], 'the recipe prunes without dropout', 'give --prune-dropout true, too')
     text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
     need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '
          f'{model.cfg.vocab}', 'give the corpus that the model was trained on')

@@ -30,14 +30,16 @@ def evaluating(model: nn.Module):
 
 def tokens_needed(model: LM|LMConfig, batch: int = 8, full: bool = False) -> int: # full: so many that memories are full
     "The fewest symbols that so many streams of one segment take."
+    need(type(batch) is int and batch > 0, 'batch', batch, 'not a number of streams', 'give 1 or more')
     cfg = getattr(model, 'cfg', model)
     return batch * cfg.seg_len * (1 + full * -(-cfg.mem_len // cfg.seg_len)) + 1
 
 def segment_losses(model: LM, ids, z: Tensor|None, batch: int): # iterator: (), nats per token; is the memory full?
     "The loss of one segment after the other."
-    need(type(batch) is int and batch > 0, 'batch', batch, 'not a number of streams', 'give 1 or more')
     n = tokens_needed(model, batch)
     need(len(ids) >= n, 'score_tokens', len(ids), f'{batch} streams of one segment need {n}', 'give more')
+    kind = np.asarray(ids).dtype
+    need(kind.kind in 'iu', 'text', kind, 'not ids', 'give 1-D integers')
     check_ids(np.asarray(ids), model, 'text')
     streams, mems = Streams(ids, batch, model.cfg.seg_len), None
     for i in range(len(streams)):
@@ -104,6 +106,8 @@ def attention_statistics(
 ) -> dict[str, Tensor]: # (l h) each, means over queries
     "Statistics of the attention of every head. ValueError if heads are gone, or the text is too short."
     cfg, count = unpruned(model).cfg, 0
+    for name in (names := [names] if type(names) is str else names):
+        need(name in STATISTICS, 'statistic', name, 'unknown', f"give {', '.join(STATISTICS)}")
     sums = {name: torch.zeros(cfg.n_layer, cfg.n_head, dtype=torch.float64) for name in names}
     now = {name: torch.zeros_like(x) for name, x in sums.items()}
     def look(i, args, out):
@@ -206,7 +210,7 @@ def keep_mask(
     per_layer: bool = False # the same share in each layer; False: of all heads
 ) -> Tensor: # (l h), True where a head stays
     "The heads with the highest scores stay; of equal ones, the first."
-    share, scores = isinstance(sparsity, (int, float)) and 0 <= sparsity <= 1, torch.as_tensor(scores)
+    share, scores = isinstance(sparsity, (int, float, np.floating)) and 0 <= sparsity <= 1, torch.as_tensor(scores)
     need(share, 'sparsity', sparsity, 'not a share', 'give 0 to 1')
     need(scores.dim() == 2, 'scores', tuple(scores.shape), 'not (l h) numbers', 'give one per head')
     need(not scores.isnan().any(), 'scores', 'nan', 'not a number', 'give one per head')
@@ -225,6 +229,7 @@ def choose_heads(
     "Heads that stay, by one of METHODS; with several rounds, those that are left are scored anew."
     need(type(rounds) is int and rounds > 0, 'rounds', rounds, 'not a number of steps', 'give 1 or more')
     keep = torch.ones(model.cfg.n_layer, model.cfg.n_head, dtype=torch.bool)
+    keep_mask(keep, sparsity, per_layer) # refuse a share before the text is read, not after it
     for i in range(1, rounds + 1):
         z = keep * output_scale(keep.float())
         scores = score(model, ids, method, z=z, batch=batch, seed=seed, gates=gates)

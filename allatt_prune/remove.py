@@ -35,7 +35,9 @@ def slice_heads(
 def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
     pos, want = model.pos, (model.cfg.n_layer, model.cfg.n_head)
     if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze().eval()() if z is None else z
-    keep = torch.as_tensor(keep, device=pos.device).bool()
+    keep = torch.as_tensor(keep, device=pos.device)
+    need((keep >= 0).all(), 'keep', 'negative or nan', 'not flags', 'give keep_mask(scores, share)')
+    keep = keep.bool()
     need(keep.shape == want, 'keep', tuple(keep.shape), f'not (n_layer, n_head) = {want}', 'give one flag per head')
     if z is None:
         z = keep * output_scale(keep.to(pos.dtype))

@@ -24,7 +24,7 @@ def gram(
     model: LM, ids, # 1-D integers
     batch: int = 8 # streams
 ) -> list[Tensor|None]: # (hd+1 hd+1) of each layer, float64
-    "Second moments of the outputs of the heads, before W_o, and of 1."
+    "Sums of the products of the heads' outputs, before W_o, and of 1, over all tokens."
     found = [None] * unpruned(model).cfg.n_layer
     def look(i, args, out):
         x = F.pad(rearrange(out, 'b h t d -> (b t) (h d)').double(), (0, 1), value=1.)
@@ -36,7 +36,7 @@ def gram(
 def _columns(keep, d): return keep.repeat_interleave(d) # (h) -> (h d)
 
 def mean_fit(
-    G: Tensor, # (k k) second moments of the inputs of an output projection, the last of which is 1
+    G: Tensor, # (k k) sums of products, or means, of the inputs of an output projection, the last of which is 1
     W: Tensor, # (k c) its weights, the last row is its bias
     stays: Tensor # (k), True for what stays; the last must
 ) -> Tensor: # new weights of what stays
@@ -60,14 +60,19 @@ def _refit(model, keep, ids, fit):
         layer.attn.wo.weight.copy_(found[:-1].T); layer.attn.wo.bias.copy_(found[-1])
     return small
 
+def _flags(keep): # -> (l h) bool
+    keep = torch.as_tensor(keep)
+    need(((keep == 0) | (keep == 1)).all(), 'keep', keep.dtype, 'not flags', 'give keep_mask(scores, share)')
+    return keep.bool()
+
 def nothing(model: LM, keep: Tensor, ids=None) -> LM:
     "Without the heads that go."
-    keep = torch.as_tensor(keep).bool()
+    keep = _flags(keep)
     return remove_heads(model, keep, keep.float())
 
 def scaled(model: LM, keep: Tensor, ids=None) -> LM:
     "What is left is multiplied by s_g. Paper, equation 3."
-    keep = torch.as_tensor(keep).bool()
+    keep = _flags(keep)
     return remove_heads(model, keep, keep * output_scale(keep.float()))
 
 def mean_folded(model: LM, keep: Tensor, ids) -> LM:

@@ -17,7 +17,7 @@ from .cost import count_macs, count_params
 from .data import Corpus, need, visible
 from .gates import plot_gates, plot_heads
 from .model import LM
-from .recipe import RECIPES, SETTINGS, Recipe, get_recipe
+from .recipe import GIVEN, RECIPES, SETTINGS, Recipe, get_recipe
 from .resume import Processes, Progress, read_metrics
 from .timing import time_in_turns
 from .train import evaluate
@@ -110,13 +110,14 @@ def command(
     return ' \\\n    '.join(' '.join(words[i:i+6]) for i in range(0, len(words), 6))
 
 def command_of(
-    recipe: Recipe
+    recipe: Recipe,
+    model: str|None = None # folder of a trained model, which is then only pruned
 ) -> str:
     "A line for the shell that makes a run of a recipe."
-    def changes(name):
-        return {f: new for f in SETTINGS if (new := getattr(recipe, f)) != getattr(RECIPES[name], f)}
+    said = [f for f in SETTINGS if not (model and f in GIVEN)]
+    def changes(name): return {f: new for f in said if (new := getattr(recipe, f)) != getattr(RECIPES[name], f)}
     name = min(RECIPES, key=lambda name: len(changes(name)))
-    return command(name, **changes(name))
+    return command(name, model, **changes(name))
 
 # %% ../nbs/15_report.ipynb #7d44525c
 def opened(name: str) -> str: # of a model, or its folder
@@ -214,7 +215,10 @@ def write_report(
              '± is half the distance between the quartiles.',
              f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream; "
              f"vocabulary {about['vocab']}."]
-    line = '\n'.join(map(visible, command_of(Recipe(**r)).split('\n')))
+    given = records and all(rec['phase'] != 'baseline' for rec in records) # then it was trained elsewhere
+    line = command_of(Recipe(**r), str(run_dir/'baseline') if given else None)
+    line += ' --control' * bool(given and any(row['model'] == 'control' for row in rows))
+    line = '\n'.join(map(visible, line.split('\n')))
     text = '\n\n'.join([table(rows), f'{explained(rows)}.', ' '.join(said),
                         '; '.join(f'{k} {v}' for k, v in about['environment'].items()),
                         f'```sh\n{line}\n```']) + '\n'

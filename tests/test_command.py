@@ -1,5 +1,5 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
-import errno, json, math, os, pickle, re, shutil, signal, subprocess, sys, time
+import errno, json, math, os, pickle, re, shlex, shutil, signal, subprocess, sys, time
 from dataclasses import asdict
 from pathlib import Path
 import pytest, torch
@@ -331,6 +331,21 @@ def test_a_recipe_by_name_keeps_what_it_says_unless_another_way_is_wished(folder
         assert kept is None or f'| pruned | {kept}/8 |' in done.stdout
         assert said in report.read_text() and 'learned from it' in report.read_text() and 'Only the baseline was trained with dropout' in report.read_text()
         if '--params' in wish: assert sum(p.numel() for p in LM.from_pretrained(folder/f'n{i}'/'pruned').parameters()) <= 1e4
+        assert ('warning: lam=5.0: gates choose the heads, not leave_one_out as in the recipe' in done.stderr) == ('--lam' in wish)
+    done = command('prune', 'good', *short, '--method', 'gates', '--sizes', '3,5', '--run-dir', 'sizes', cwd=folder)
+    assert done.returncode == 0 and '| pruned | 3/8 |' in done.stdout and '| pruned-5 | 5/8 |' in done.stdout, done.stderr
+    wrong = command('prune', 'good', *short, '--dropout', '.3', '--run-dir', 'w', cwd=folder)
+    assert wrong.stderr == 'allatt-prune: error: --dropout=0.3: the recipe prunes without dropout; give --prune-dropout true, too\n' and not (folder/'w').exists()
+
+def test_the_line_in_a_report_makes_the_run_again(folder):
+    how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--method', 'gradient', '--sparsity', '0.5', '--score-tokens', '2000']
+    assert command(*how, '--control', '--run-dir', 'a', cwd=folder).returncode == 0
+    line = (folder/'a'/'report.md').read_text().split('```sh\n')[1].split('\n```')[0].replace('\\\n', ' ')
+    assert line.startswith('allatt-prune prune a/baseline --recipe ') and line.endswith(' --control')
+    done = command(*shlex.split(line)[1:], '--run-dir', 'b', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for name in ('pruned', 'control'):
+        assert (folder/'a'/name/'model.safetensors').read_bytes() == (folder/'b'/name/'model.safetensors').read_bytes()
 
 def test_pruning_with_another_dropout(folder):
     how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'd', '--control', '--attn-dropout', '0.3']

@@ -4,6 +4,7 @@ import pytest, torch
 from allatt_prune.data import DataError
 from allatt_prune.importance import METHODS, attention_statistics, choose_heads, keep_mask, score
 from allatt_prune.model import LM, LMConfig
+from allatt_prune.remove import remove_heads
 from allatt_prune.repair import REPAIRS
 from allatt_prune.train import evaluate
 
@@ -91,6 +92,13 @@ def test_bad_input_is_named_and_the_model_left_in_its_mode():
                       (lambda: score(net, IDS, lambda *_: math.nan * ones), 'scores=.*: not a number'),
                       (lambda: keep_mask([[1., math.nan]], .5), 'scores=nan: not a number'),
                       (lambda: keep_mask(ones, '0.4'), 'sparsity=0.4: not a share'),
+                      (lambda: choose_heads(net, 'never read', 'leave_one_out', 2.), 'sparsity=2.0: not a share'),
+                      (lambda: score(net, IDS.astype(float), 'gradient'), 'text=float64: not ids'),
+                      (lambda: score(net, IDS, 'leave_one_out', batch='8'), 'batch=8: not a number of streams'),
+                      (lambda: attention_statistics(net, IDS, ['entropie']), 'statistic=entropie: unknown; give entropy, sparsity'),
+                      (lambda: remove_heads(net, ones - 2), 'keep=negative or nan: not flags'),
+                      (lambda: remove_heads(net, math.nan * ones), 'keep=negative or nan: not flags'),
+                      *((lambda repair=repair: REPAIRS[repair](net, .5 * ones, IDS), r'keep=torch.float32: not flags; give keep_mask') for repair in REPAIRS),
                       (lambda: attention_statistics(small, IDS), r'heads=\[1, 1, 1\]: heads were removed before'),
                       (lambda: REPAIRS['least_squares'](small, ones, IDS), 'heads=')):
         with pytest.raises((ValueError, DataError), match=said): ask()
