@@ -50,7 +50,10 @@ def _to_prune(args, changes): # the recipe for a trained model
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
     ours = checkpoint.place(args.model) in checkpoint.shipped().values()
-    if ours: changes.setdefault('corpus', 'pydocs')           # the text of such a model is not here
+    if ours:                                                   # the text of such a model is not here
+        strange = 'corpus' not in changes and recipe.teacher and 'teacher' not in changes
+        if strange: warnings.warn(f'teacher={recipe.teacher}: {args.model} has not learned pydocs; --teacher 0 may be better')
+        changes.setdefault('corpus', 'pydocs')
     budget = {x: _number(args, x, float) for x in ('params', 'macs') if getattr(args, x) is not None}
     both = budget and 'sparsity' in changes
     need(not both, 'sparsity', changes.get('sparsity'), 'a budget is given, too', 'give one')
