@@ -16,7 +16,7 @@ from .corpora import NAMES, cache_folder, load_corpus
 from .data import DataError, need, visible
 from . import generate                              # LM learns to write
 from .gates import HeadGates
-from .importance import choose_heads, keep_mask, known_name, score
+from .importance import METHODS, choose_heads, keep_mask, known_name, score
 from .model import DROPOUTS, LM
 from .options import FIELDS, JOBS, SCORED, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, get_recipe
@@ -39,9 +39,9 @@ def _to_prune(args, changes): # the recipe for a trained model
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
     how = dict(method='gates', sparsity=0., sizes=[], per_layer=False, rounds=1, repair='scaled')
-    wished = changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}
-    if wished & ({'method', 'sparsity', 'sizes', 'lam', 'params', 'macs'} if own else {'method', 'sizes', 'lam'}):
-        kept = {'sparsity'} if 'method' in wished and 'sizes' not in wished and not own else set()
+    wished, said = changes.keys() | {x for x in ('params', 'macs') if getattr(args, x)}, not own or recipe.method in METHODS
+    if wished & ({'method', 'sizes', 'lam'} if said else {'method', 'sparsity', 'sizes', 'lam', 'params', 'macs'}):
+        kept = {'sparsity'} if 'method' in wished and 'sizes' not in wished and said else set()
         if recipe.method != 'gates' and not wished & {'method', 'sparsity', 'params', 'macs'}:
             which = 'lam' if 'lam' in changes else 'sizes'
             warnings.warn(f'{which}={changes[which]}: gates choose the heads, not {recipe.method} as in the recipe')
@@ -50,6 +50,8 @@ def _to_prune(args, changes): # the recipe for a trained model
     for f in shape.keys() & changes.keys():
         need(changes[f] == shape[f], f, changes[f], f'the model was made with {shape[f]}', 'leave it out')
     ours = checkpoint.place(args.model) in checkpoint.shipped().values()
+    with contextlib.suppress(OSError):                         # the text of its run
+        if own and not ours: changes.setdefault('corpus', stored_recipe(Path(args.model).resolve().parent).corpus)
     if ours:                                                   # the text of such a model is not here
         strange = 'corpus' not in changes and recipe.teacher and 'teacher' not in changes
         if strange: warnings.warn(f'teacher={recipe.teacher}: {args.model} has not learned pydocs; --teacher 0 may be better')
@@ -83,7 +85,8 @@ def _train(args, changes): # run, train, prune
     need(not name or args.recipe in (None, name), 'recipe', args.recipe, f'{name} is named, too', 'give one')
     args.recipe = args.recipe or name
     run_dir = Path(args.run_dir or ('runs/pruned' if args.command == 'prune' else f"runs/{args.recipe or 'tiny'}"))
-    alone = args.command == 'prune' and not args.control
+    begun = args.resume and [*run_dir.glob('control'), *run_dir.glob('checkpoints/control-*')]
+    alone = args.command == 'prune' and not args.control and not begun
     models = tuple(m for m in MODELS[:1 if args.command == 'train' else None] if m != 'control' or not alone)
     if args.resume:
         for name in ('params', 'macs'):
@@ -104,6 +107,7 @@ def _train(args, changes): # run, train, prune
         for of, rise in dict(steps='warmup', prune_steps='prune_warmup', gate_steps='lam_warmup').items():
             n, most = getattr(recipe, rise), getattr(recipe, of)
             used = of in changes or rise in changes
+            used = used and (of != 'gate_steps' or recipe.method == 'gates')
             if used and most < n: warnings.warn(f'{rise}={n}: longer than {of}={most}, so its end was never reached')
         if baseline and 'gates' in checkpoint.load(baseline)[1]:
             warnings.warn(f'checkpoint={baseline}: its gates were left aside; heads were chosen anew')
@@ -180,12 +184,15 @@ def _score(args, changes):
     text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
+    if 'gates' in parts and recipe.method != 'gate':
+        warnings.warn(f'checkpoint={args.model}: its gates were left aside; heads were scored as if all were open')
     scores = score(model, ids, recipe.method, **how)
     keep = choose_heads(model, ids, recipe.method, recipe.sparsity, per_layer=recipe.per_layer, rounds=recipe.rounds,
                         **how)
     _print_scores(scores, keep)
     print(f'\n{recipe.method} of each head, from {len(ids):,} {text.unit}s of {text.name}, higher is more important; '
-          f'in brackets: heads that go at sparsity {recipe.sparsity:g}' + ', per layer' * recipe.per_layer +
+          f'in brackets: the {(~keep).sum()} of {keep.numel()} heads that go at sparsity {recipe.sparsity:g}' +
+          ', per layer' * recipe.per_layer +
           f', in {recipe.rounds} rounds; these are the scores of the first' * (recipe.rounds > 1))
 
 def _number(args, name, kind): # an option that is no setting

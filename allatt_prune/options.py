@@ -79,7 +79,7 @@ def parser(
     add('--mem-len', 'memory length (default: that of the training)', metavar='int')
     add = _command(jobs, 'score', 'score the heads of a trained model', SCORING, ' MODEL', docs=DOCS | SCORES, **SCORED)
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline, or a folder of transformers')
-    add('--corpus', 'name, file or folder (default: pydocs)', default='pydocs')
+    add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
     add('--unit', 'char or word (default: that of the model)')
     add = _command(jobs, 'sample', 'let a model write', ['seed'], ' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')

@@ -34,7 +34,9 @@ def slice_heads(
 # %% ../nbs/08_remove.ipynb #cb0cde53
 def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
     pos, want = model.pos, (model.cfg.n_layer, model.cfg.n_head)
-    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze().eval()() if z is None else z
+    if hasattr(keep, 'open_mask'):
+        frozen = copy.deepcopy(keep).freeze().eval()           # some gates count their open heads only then
+        keep, z = frozen.open_mask(), frozen() if z is None else z
     keep = torch.as_tensor(keep, device=pos.device)
     need((keep >= 0).all(), 'keep', 'negative or nan', 'not flags', 'give keep_mask(scores, share)')
     keep = keep.bool()

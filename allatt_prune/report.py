@@ -205,7 +205,7 @@ def write_report(
         how = f"Sparsity {r['sparsity']:g}, trained {r['method']}" if r['sparsity'] else f"Lambda {r['lam']}"
         if r['sizes']: how = f"One training for {', '.join(map(str, r['sizes']))} heads"
         if not gated: how = f"Heads chosen by {r['method']}, repair: {r['repair']}"
-        said += [f"{how}; heads kept in each layer: {', '.join(map(str, keep.sum(1).tolist()))}."]
+        said += [f"{how}; heads kept in each layer{' of the smallest' * bool(r['sizes'])}: {', '.join(map(str, keep.sum(1).tolist()))}."]
         figures['heads.png'] = _png(plot_heads(keep))
         seen = [rec for rec in gated if 'open_prob' in rec]    # gates of another kind may have none
         probs, steps = ([rec[k] for rec in seen] for k in ('open_prob', 'step'))

@@ -68,7 +68,7 @@ def prune_path(
         ready = (run_dir/name).exists()
         world.meet()                                           # nobody saves it before all have looked
         if name == 'gated':
-            made, how = gating(recipe) if gating and not ready else (recipe.gates(), {})
+            made, how = gating(recipe) if gating and not ready else (replace(recipe, sparsity=0., sizes=[]).gates(), {})
             gates = (HeadGates.from_pretrained(run_dir/name) if ready else made).to(device)
             for module in how.get('keep', {}).values(): module.to(device)
         found[name], keep = (LM.from_pretrained(run_dir/name).to(device), None) if ready else new(name)

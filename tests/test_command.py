@@ -299,7 +299,8 @@ def test_heads_chosen_by_a_score(folder):
     how = ['--corpus', 'own.txt', '--sparsity', '0.5', '--score-tokens', '2000']
     for method in ('random', 'gradient', 'leave_one_out', 'entropy'):
         said = command('score', 'good', *how, '--method', method, cwd=folder)
-        assert (said.returncode, said.stderr, said.stdout.count('(')) == (0, '', 4), said.stderr     # 4 of 8 heads go
+        assert (said.returncode, said.stderr.count('\n'), said.stdout.count('(')) == (0, 1, 4), said.stderr # 4 of 8 heads go
+        assert 'good: its gates were left aside' in said.stderr and 'the 4 of 8 heads that go' in said.stdout
     prune = ['prune', 'good', *TOY, *how, '--method', 'gradient', '--repair', 'least_squares', '--run-dir', 'x']
     done = command(*prune, '--control', cwd=folder)
     assert done.returncode == 0 and '| pruned | 4/8 |' in done.stdout, done.stderr
@@ -346,6 +347,26 @@ def test_the_line_in_a_report_makes_the_run_again(folder):
     assert done.returncode == 0, done.stderr
     for name in ('pruned', 'control'):
         assert (folder/'a'/name/'model.safetensors').read_bytes() == (folder/'b'/name/'model.safetensors').read_bytes()
+
+def test_what_a_model_says_of_itself_is_kept(folder):
+    own = ['--recipe', 'best', *TOY, '--corpus', 'own.txt', '--score-tokens', '2000', '--run-dir', 'b']
+    assert command('train', *own, cwd=folder).returncode == 0
+    said = command('score', 'b/baseline', '--method', 'random', cwd=folder)
+    assert 'chars of own' in said.stdout and said.stderr == '', said                  # the text of its run
+    for wish, kept in ((['--sparsity', '.5'], 4), (['--method', 'gradient'], 5)):
+        done = command('prune', 'b/baseline', *wish, '--run-dir', f'b{kept}', cwd=folder)
+        assert done.returncode == 0 and f'| pruned | {kept}/8 |' in done.stdout, done.stderr
+    assert 'Heads chosen by leave_one_out' in (folder/'b4'/'report.md').read_text() and 'Heads chosen by gradient' in (folder/'b5'/'report.md').read_text()
+    done = command('prune', 'b4/baseline', '--run-dir', 'again', cwd=folder)          # its text is that of the run, too
+    assert done.returncode == 0 and json.loads((folder/'again'/'recipe.json').read_text())['corpus'] == 'own.txt', done.stderr
+
+def test_a_control_that_was_begun_is_finished(folder):
+    how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'c']
+    done = command(*how, '--control', cwd=folder)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(folder/'c'/'pruned')
+    again = command('prune', '--resume', '--run-dir', 'c', cwd=folder)
+    assert again.returncode == 0 and '| control' in again.stdout, again.stderr
 
 def test_pruning_with_another_dropout(folder):
     how = ['prune', 'good', *TOY, '--corpus', 'own.txt', '--run-dir', 'd', '--control', '--attn-dropout', '0.3']

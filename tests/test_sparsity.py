@@ -7,6 +7,7 @@ from allatt_prune.gates import HeadGates
 from allatt_prune.importance import keep_mask
 from allatt_prune.model import LM
 from allatt_prune.recipe import get_recipe
+from allatt_prune.remove import remove_heads
 from allatt_prune.repair import chooser
 from allatt_prune.resume import Stopped, train as resumed
 from allatt_prune.run import run
@@ -80,7 +81,15 @@ def test_the_multiplier_is_what_the_penalty_says():
     target(gates, 9).backward()
     assert gates.log_alpha.grad[0, 0].item() == pytest.approx((lam + 2*.25) * .25, rel=1e-5)   # (lambda_1 + rho e) times the slope of sigma
 
+def test_heads_are_removed_to_the_number_also_before_gates_are_frozen():
+    torch.manual_seed(0)
+    model, gates = LM(TOY.config(27)), TargetGates(3, 4, 5)
+    small = remove_heads(model, gates)
+    assert sum(small.cfg.layer_heads) == 5 and not gates.frozen
+
 def test_bad_shares():
+    for given in (dict(sparsity=.5), dict(sizes=[3, 5])):
+        with pytest.raises(ValueError, match='for other gates; give sparsity.gates_for'): replace(TOY, **given).gates()
     for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1'),
                       (dict(sizes=[0, 3]), r'sizes=\[0, 3\]: not different numbers of 12 heads')):
         with pytest.raises(ValueError, match=said): replace(TOY, **bad)
