@@ -184,11 +184,11 @@ def _score(args, changes):
     text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
-    if 'gates' in parts and recipe.method != 'gate':
-        warnings.warn(f'checkpoint={args.model}: its gates were left aside; heads were scored as if all were open')
     scores = score(model, ids, recipe.method, **how)
     keep = choose_heads(model, ids, recipe.method, recipe.sparsity, per_layer=recipe.per_layer, rounds=recipe.rounds,
                         **how)
+    if 'gates' in parts and recipe.method != 'gate':
+        warnings.warn(f'checkpoint={args.model}: its gates were left aside; heads were scored as if all were open')
     _print_scores(scores, keep)
     print(f'\n{recipe.method} of each head, from {len(ids):,} {text.unit}s of {text.name}, higher is more important; '
           f'in brackets: the {(~keep).sum()} of {keep.numel()} heads that go at sparsity {recipe.sparsity:g}' +
