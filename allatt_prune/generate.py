@@ -55,7 +55,7 @@ def write(self: LM,
     def symbols(new=ids, cache=None):
         for _ in range(n):
             logits, cache = self.infer(new, cache, z)
-            last = logits[:, -1].float()
+            last = logits[:, -1]
             if 0 < top_k < last.shape[1]: last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
             best, at = last.max(-1, keepdim=True)
             yield (new := ((last - best) / temperature).softmax(-1).multinomial(1) if temperature else at)

@@ -18,6 +18,7 @@ from .data import Streams, need
 from .fused import weights
 from .gates import output_scale
 from .model import LM, LMConfig
+from .softmax import wide
 from .train import check_ids, evaluate
 
 # %% ../nbs/18_importance.ipynb #35db4a93
@@ -129,7 +130,7 @@ def output_difference(model, ids, z, batch): # -> (l h), from 0
     cfg = model.cfg
     heads, whole = (torch.zeros(shape, dtype=torch.float64) for shape in ((cfg.n_layer, cfg.n_head), cfg.n_layer))
     def look(i, args, out):
-        wo = rearrange(model.layers[i].attn.wo.weight, 'c (h d) -> h d c', h=out.shape[1])
+        out, wo = wide(out), wide(rearrange(model.layers[i].attn.wo.weight, 'c (h d) -> h d c', h=out.shape[1]))
         total = 0
         for h in range(out.shape[1]):
             part = out[:, h] @ wo[h] * z[i, h]
@@ -158,7 +159,7 @@ def magnitude(model): # -> (l h), the norm of all parameters that belong to a he
     def norms(attn):
         mine = [rearrange(f.weight, '(h d) c -> h (d c)', h=attn.h) for f in (attn.wq, attn.wk, attn.wv, attn.wr)]
         mine += [rearrange(attn.wo.weight, 'c (h d) -> h (c d)', h=attn.h), attn.u, attn.w]
-        return torch.cat([*mine, attn.pk.flatten(1), attn.pv.flatten(1)], 1).detach().norm(dim=1)
+        return wide(torch.cat([*mine, attn.pk.flatten(1), attn.pv.flatten(1)], 1).detach()).norm(dim=1)
     return torch.stack([norms(layer.attn) for layer in model.layers])
 
 # %% ../nbs/18_importance.ipynb #225f308f
