@@ -19,7 +19,7 @@ from .gates import HeadGates
 from .importance import METHODS, choose_heads, keep_mask, known_name, score
 from .model import DROPOUTS, LM
 from .options import FIELDS, JOBS, SCORED, SCORING, SHAPE, convert, parser
-from .recipe import SETTINGS, Recipe, get_recipe
+from .recipe import SETTINGS, Recipe, adjusted, get_recipe
 from .remove import remove_heads
 from .repair import chooser
 from .report import compare, explained, markdown, table
@@ -64,7 +64,7 @@ def _to_prune(args, changes): # the recipe for a trained model
                              per_layer=changes.get('per_layer', recipe.per_layer))
         need(share, name, f'{most:g}', 'the whole model fits', 'give less')
         changes['sparsity'] = max(share, changes.get('sparsity', 0))
-    recipe = replace(recipe, **shape | changes)
+    recipe = adjusted(recipe, **shape | changes)
     for f in () if recipe.prune_dropout else changes.keys() & {*DROPOUTS}:
         need(not changes[f], f, changes[f], 'the recipe prunes without dropout', 'give --prune-dropout true, too')
     text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
@@ -94,7 +94,7 @@ def _train(args, changes): # run, train, prune
                  'leave it out with --resume')
         was = stored_recipe(run_dir)
         named = args.recipe and args.command != 'prune'
-        recipe = replace(get_recipe(args.recipe, corpus=was.corpus) if named else was, **changes)
+        recipe = adjusted(get_recipe(args.recipe, corpus=was.corpus) if named else was, **changes)
         if given := getattr(args, 'model', None):
             mine, theirs = (checkpoint.read(path, 'model.safetensors') for path in (run_dir/'baseline', given))
             need(mine == theirs, 'model', given, f'not that of {run_dir}', 'leave it out with --resume')
@@ -104,11 +104,6 @@ def _train(args, changes): # run, train, prune
     with parallel(args.device) as device:
         rows = run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models, baseline=baseline,
                    choose=chooser(recipe), gating=gates_for)
-        for of, rise in dict(steps='warmup', prune_steps='prune_warmup', gate_steps='lam_warmup').items():
-            n, most = getattr(recipe, rise), getattr(recipe, of)
-            used = of in changes or rise in changes
-            used = used and (of != 'gate_steps' or recipe.method == 'gates')
-            if used and most < n: warnings.warn(f'{rise}={n}: longer than {of}={most}, so its end was never reached')
         if baseline and 'gates' in checkpoint.load(baseline)[1]:
             warnings.warn(f'checkpoint={baseline}: its gates were left aside; heads were chosen anew')
         kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)

@@ -78,6 +78,8 @@ def export(
 ) -> int: # its bytes
     "Write a model as one file that needs no allatt_prune."
     need(format in FORMATS, 'format', format, 'unknown', f"give {' or '.join(FORMATS)}")
+    if format == 'onnx' and model.pos.dtype == torch.bfloat16:
+        raise ValueError('dtype=bfloat16: ONNX Runtime cannot run such a model; export model.float()')
     if os.path.lexists(path): raise OSError(f'file={path}: exists; choose another name')
     if not Path(path).parent.is_dir(): raise OSError(f'file={path}: its folder does not exist; make it')
     data = FORMATS[format](record(model))

@@ -45,20 +45,22 @@ def infer(self: LM,
 def write(self: LM,
     ids: Tensor, # (b t), the text so far
     n: int, # symbols to add
-    temperature: float = 1., # logits are divided by it; 0: always the most probable symbol
+    temperature: float = 1., # logits are divided by it; (nearly) 0: always the most probable symbol
     z: Tensor|None = None, # (l h) head multipliers
     top_k: int = 0 # only the most probable symbols are drawn; 0: all
 ) -> Iterator[Tensor]: # (b 1), n times
     "Go on writing, one symbol at a time."
     need(0 <= temperature < float('inf'), 'temperature', temperature, 'not a number from 0', 'give 0 or more')
     for name, x in dict(n=n, top_k=top_k).items(): need(x >= 0, name, x, 'negative', 'give 0 or more')
+    if not 0 <= ids.min() <= ids.max() < self.cfg.vocab:
+        raise ValueError(f'ids={int(ids.min())} to {int(ids.max())}: the model knows 0 to {self.cfg.vocab - 1}')
     def symbols(new=ids, cache=None):
         for _ in range(n):
             logits, cache = self.infer(new, cache, z)
             last = logits[:, -1]
             if 0 < top_k < last.shape[1]: last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
             best, at = last.max(-1, keepdim=True)
-            yield (new := ((last - best) / temperature).softmax(-1).multinomial(1) if temperature else at)
+            yield (new := ((last - best) / temperature).softmax(-1).multinomial(1) if temperature > 1e-30 else at)
     return symbols()
 
 @patch

@@ -8,7 +8,7 @@ __all__ = ['STATISTICS', 'METHODS', 'evaluating', 'tokens_needed', 'segment_loss
            'leave_one_out', 'magnitude', 'known_name', 'score', 'keep_mask', 'choose_heads']
 
 # %% ../nbs/18_importance.ipynb #501425fb
-import difflib, math
+import difflib, logging, math
 from collections.abc import Callable
 from contextlib import contextmanager
 import numpy as np, torch
@@ -198,6 +198,7 @@ def score(
         known_name('method', method, [*METHODS, 'gate'])
         need(method != 'gate' or gates is not None, 'gates', gates, 'method gate reads trained ones', 'give them')
         method = METHODS[method] if method != 'gate' else lambda *_: gates.log_alpha
+    logging.getLogger('allatt_prune').info(f'scoring {l * h} heads on {len(ids):,} tokens')
     with torch.random.fork_rng(devices=[]), evaluating(model):
         torch.manual_seed(seed)
         found = torch.as_tensor(method(model, ids, z.to(model.pos.device), batch))

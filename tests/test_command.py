@@ -454,8 +454,12 @@ def test_help_names_what_there_is():
     from allatt_prune import importance, options, repair
     assert options.NAMES == dict(method=[*importance.METHODS], repair=[*repair.REPAIRS])
 
-def test_warned_of_what_a_schedule_never_reaches_and_of_gates_that_are_left_aside(folder):
-    done = command(*OWN, '--run-dir', 'w', '--prune-warmup', '50', cwd=folder)
-    assert done.returncode == 0 and 'prune_warmup=50: longer than prune_steps=' in done.stderr, done.stderr
+def test_schedules_that_contradict_themselves_are_refused_first(folder):
+    done = command(*OWN, '--run-dir', 'never', '--prune-warmup', '50', cwd=folder)
+    assert done.returncode == 2 and '--prune-warmup=50: longer than prune_steps=12; give less' in done.stderr, done.stderr
+    assert not (folder/'never').exists()
+
+def test_warned_of_gates_that_are_left_aside(folder):
+    command(*OWN, '--run-dir', 'w', cwd=folder)
     done = command('prune', 'w/gated', *TOY, '--corpus', 'own.txt', '--run-dir', 'x', cwd=folder)
     assert done.returncode == 0 and 'its gates were left aside; heads were chosen anew' in done.stderr, done.stderr
