@@ -26,8 +26,7 @@ from .report import compare, explained, markdown, table
 from .resume import LOG, Processes, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, text_for
 from .sparsity import gates_for, sparsity_for
-from .timing import card_recipe, card_table, environment, heads_kept, in_turns, plot_card
-from .timing import time_recipe, time_table
+from .timing import in_turns, time_recipe
 from .train import evaluate
 
 # %% ../nbs/26_cli.ipynb #fede0856
@@ -217,38 +216,12 @@ def _sample(args, changes):
         print(text, end='', flush=True)
     print()
 
-def _kept(text): # 0.57 or 8,3,7
-    try: return [int(x) for x in text.split(',')] if ',' in text else float(text)
-    except ValueError:
-        fix = 'give a number from 0 to 1, or heads of each layer as 8,3,7'
-        raise ValueError(f'kept={text}: not a share of the heads; {fix}') from None
-
 def _time(args, changes):
-    size = os.environ.get('WORLD_SIZE', '1')
-    need(size == '1', 'processes', size, 'one alone can measure time', 'start it without torchrun')
-    need(args.dtype in ('float32', 'bfloat16'), 'dtype', args.dtype, 'not offered', 'give float32 or bfloat16')
-    kept = list(map(_kept, args.kept or (('0.8', '0.6', '0.4', '0.2') if args.card else ('0.57',))))
-    device, numbers = pick_device(args.device), {}
-    if args.card:
-        need(len(args.recipe) == 1, 'recipe', ' '.join(args.recipe), 'a card is of one', 'give one')
-        for name, other in dict(dtype=args.dtype != 'float32', no_train=args.no_train, compile=args.compile).items():
-            need(not other, name, getattr(args, name), 'a card is of reading in float32', 'leave it out')
-    for name in ('repeats', 'warmup'):
-        need(re.fullmatch(r'[1-9]\d{0,5}', n := getattr(args, name)), name, n, 'not a number of runs', 'give 1 or more')
-        numbers[name] = int(n)
-    for r in [get_recipe(name, **changes) for name in args.recipe]: heads_kept(kept, r.n_layer, r.n_head)
-    for name in ('json', 'card'):
-        if getattr(args, name) is not None: _need_new(name, getattr(args, name))
-    text = load_corpus(args.corpus, args.cache)
-    if args.card:
-        found = [card_recipe(args.recipe[0], text, device, changes=changes, kept=kept, **numbers)]
-    else: found = [time_recipe(r, text, kept, device, changes=changes, dtype=getattr(torch, args.dtype),
-                               train=not args.no_train, compiled=args.compile, **numbers) for r in args.recipe]
-    print('\n\n'.join(map(card_table if args.card else time_table, found)))      # whatever happens to the files
-    if args.card: _write_figure(args.card, plot_card(found[0]['rows']))
-    if args.json:
-        about = dict(environment=environment(device), corpus=text.name, dtype=args.dtype, **numbers)
-        checkpoint.write_file(args.json, json.dumps(about | dict(shapes=found), indent=1).encode())
+    r, text = get_recipe(args.recipe, **changes), load_corpus(args.corpus, args.cache)
+    found = time_recipe(r, text, args.kept, pick_device(args.device), getattr(torch, args.dtype))
+    rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}", f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}",
+             f"{x['roofline']:.0%}"] for x in found]
+    print(markdown(['', 'attention', 'heads', 'ms', 'of the roofline'], rows, text=2))
 
 def _download(args, _):
     text = load_corpus(args.corpus, args.cache, unit=args.unit)

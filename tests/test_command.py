@@ -128,11 +128,6 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
     ([*OWN, '--cutoffs', ','.join(map(str, range(5000, 0, -1)))], 2, 'cutoffs='),
     (['time', '--no-train', '--kept', ','.join('8' * 4000)], 2, 'kept='),
-    (['time', '--card', 'taken/none/c.png'], 1, 'card=taken/none/c.png: exists, or its folder does not'),
-    (['time', '--card', 'own.txt'], 1, 'card=own.txt: exists'),
-    (['time', '--card', 'c.png', '--recipe', 'tiny', 'text8'], 2, 'recipe=tiny text8: a card is of one'),
-    (['time', '--card', 'c.png', '--dtype', 'bfloat16'], 2, 'dtype=bfloat16: a card is of reading in float32'),
-    (['time', '--card', 'c.png', '--compile'], 2, 'compile=True: a card is of reading in float32'),
     (['score'], 2, 'model'), # scores
     (['score', 'no/such'], 1, 'checkpoint=no/such: not found'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'method=entrpy: unknown; give entropy'),
@@ -401,13 +396,13 @@ def test_several_runs_beside_each_other(folder):
         assert (wrong.returncode, wrong.stdout, wrong.stderr.count('\n')) == (1, '', 1) and f'figure={name}: exists, or its folder does not' in wrong.stderr
     assert 'run_dir=good' in command('compare', 'good', '--figure', 'other.png', cwd=folder).stderr and not (folder/'other.png').exists()
 
-def test_a_latency_card(folder):
-    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --repeats 2 --warmup 1'.split()
-    done = command('time', *small, '--corpus', 'own.txt', '--card', 'c.png', '--json', 'c.json', cwd=folder)
-    assert (done.returncode, done.stderr) == (0, ''), done.stderr
-    assert '| threads | streams | symbols | 6 heads | 5 heads | 3 heads | 2 heads |' in done.stdout and (folder/'c.png').read_bytes()[:4] == b'\x89PNG'
-    rows = json.loads((folder/'c.json').read_text())['shapes'][0]['rows']
-    assert {(r['batch'], r['segment']) for r in rows} == {(b, t) for b in (1, 4, 16) for t in (1, 8, 16)} and all(r['shares'] == sorted(r['shares']) for r in rows)
+def test_time(folder):
+    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --batch 2 --corpus own.txt'.split()
+    done = command('time', *small, '--kept', '.75', '.5', '--dtype', 'bfloat16', cwd=folder)
+    assert done.returncode == 0 and all(f'| fused | {n}/8 |' in done.stdout for n in (8, 6, 4)), done.stderr
+    for wrong, named in (('--kept half', 'half'), ('huge', 'huge'), ('--batch 900', 'corpus=own.txt'), ('--device cuda:99', 'cuda:99')):
+        done = command('time', *small, *wrong.split(), cwd=folder)
+        assert done.returncode in (1, 2) and done.stderr.count('\n') == 1 and named in done.stderr, done.stderr
 
 def test_evaluation_agrees_with_the_report_or_says_why_not(folder):
     done = command('prune', 'good', *TOY, '--corpus', 'own.txt', '--eval-tokens', '100', '--run-dir', 'e', cwd=folder)
