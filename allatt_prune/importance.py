@@ -152,6 +152,7 @@ def leave_one_out(model, ids, z, batch): # -> (l h), nats per token
         less[i, h] = 0
         return evaluate(model, ids, less, batch)
     need(len(ids) >= (n := tokens_needed(model, batch)), 'score_tokens', len(ids), f'few for {batch} streams', f'give {n}')
+    logging.getLogger('allatt_prune').info(f'leave_one_out: reads {len(ids):,} tokens {z.numel() + 1} times')
     loss, (l, h) = evaluate(model, ids, z, batch), z.shape
     return torch.tensor([[without(i, j) - loss for j in range(h)] for i in range(l)])
 
@@ -198,7 +199,6 @@ def score(
         known_name('method', method, [*METHODS, 'gate'])
         need(method != 'gate' or gates is not None, 'gates', gates, 'method gate reads trained ones', 'give them')
         method = METHODS[method] if method != 'gate' else lambda *_: gates.log_alpha
-    logging.getLogger('allatt_prune').info(f'scoring {l * h} heads on {len(ids):,} tokens')
     with torch.random.fork_rng(devices=[]), evaluating(model):
         torch.manual_seed(seed)
         found = torch.as_tensor(method(model, ids, z.to(model.pos.device), batch))
