@@ -228,14 +228,6 @@ def _download(args, _):
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
     print(visible(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
 
-def _export(args, _):
-    from allatt_prune.export import export, int8               # here, because it takes a second
-    model, (_, parts) = LM.from_pretrained(args.model), checkpoint.load(args.model)
-    if 'gates' in parts: model = remove_heads(model, HeadGates.from_pretrained(args.model))
-    file = f'model.{args.format}' if args.file is None else args.file
-    size = export(int8(model) if args.int8 else model, file, args.format)
-    print(visible(f'{file}: {size/1e6:.1f} MB'))
-
 # %% ../nbs/26_cli.ipynb #7be2f4c1
 FOR_TRANSFORMERS = 'method sparsity per_layer score_tokens seed repair corpus unit'.split() # settings
 
@@ -304,7 +296,7 @@ def _run(argv):
     settings = dict(time=SHAPE, score=SCORING, sample=['seed'], evaluate=('mem_len', 'batch'))
     settings = SETTINGS if args.command in ('run', 'train', 'prune') else settings.get(args.command, ())
     changes = {f: convert(FIELDS[f], v) for f in settings if (v := getattr(args, f)) is not None}
-    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, compare=_compare, export=_export,
+    jobs = dict(time=_time, score=_score, sample=_sample, evaluate=_evaluate, compare=_compare,
                 download=_download)
     jobs.get(args.command, _train)(args, changes)
 

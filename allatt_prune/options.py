@@ -15,7 +15,7 @@ from .recipe import GIVEN, RECIPES, SETTINGS, Recipe
 
 # %% ../nbs/25_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score sample compare export time download'.split()
+JOBS = 'run train prune evaluate score sample compare time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 DOCS = docments(Recipe) | docments(LMConfig) # the comment beside each
@@ -90,11 +90,6 @@ def parser(
     add = _command(jobs, 'compare', 'several finished runs in a table and a figure', usage=' RUN ...')
     add('runs', 'folders of runs that were scored on one text, as runs/tiny', nargs='+')
     add('--figure', 'file to write (default: compare.png, or compare-2.png if there is one, ...)')
-    add = _command(jobs, 'export', 'write a model as one file for other programs', usage=' MODEL')
-    add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
-    add('--format', 'pt2 (torch.export) or onnx (default: pt2)', default='pt2')
-    add('--file', 'file to create (default: model.FORMAT)')
-    add('--int8', 'one byte per weight', action='store_true')
     add = _command(jobs, 'time', 'time training and reading, plain and fused, whole and pruned', SHAPE, ' [RECIPE]', of)
     add('recipe', 'whose shape', nargs='?', choices=[*RECIPES], default='tiny')
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')
