@@ -15,7 +15,7 @@ from .recipe import GIVEN, RECIPES, SETTINGS, Recipe
 
 # %% ../nbs/25_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
-JOBS = 'run train prune evaluate score sample compare time download'.split()
+JOBS = 'run train prune evaluate score sample time download'.split()
 SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 DOCS = docments(Recipe) | docments(LMConfig) # the comment beside each
@@ -35,7 +35,7 @@ def _command(jobs, name, help, settings=(), usage='', of='tiny', hidden=(), docs
     job = jobs.add_parser(name, help=help, allow_abbrev=False, usage=f'%(prog)s [options]{usage}')
     job.add_argument('--cache', help='for downloads and prepared corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)')
     job.add_argument('--debug', action='store_true', help='show tracebacks')
-    if name != 'download': job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
+    job.add_argument('--device', default='auto', help='auto, cpu or cuda (default: auto)')
     for f in settings:
         kind = KINDS.get(FIELDS[f].type) or FIELDS[f].type.__name__
         usual = f'default: {default[f]}' if f in default else f'{of}: {getattr(RECIPES[of], f)}'
@@ -62,13 +62,11 @@ def parser(
         add('name', 'the recipe', nargs='?')
         _training(add, 'runs/RECIPE')
     add = _command(jobs, 'prune', 'gate a trained model, remove heads, evaluate, time', SETTINGS, ' MODEL', of, GIVEN)
-    add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline, or a folder of transformers; '
+    add('model', 'name or folder of a trained model, as tiny-books or runs/tiny/baseline; '
         'not with --resume', nargs='?')
     _training(add, 'runs/pruned')
     add('--control', 'train the model on without gates, too, for as long: what the pruned one is to be compared with',
         action='store_true')
-    add('--params', 'the most parameters of the pruned model, in place of --sparsity')
-    add('--macs', 'the most multiply-accumulates per token, in place of --sparsity')
     add = _command(jobs, 'evaluate', 'score a text with a saved model', usage=' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
     add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
@@ -78,7 +76,7 @@ def parser(
     add('--batch', 'streams; more is faster, but each begins without memory (default: 1)', metavar='int')
     add('--mem-len', 'memory length (default: that of the training)', metavar='int')
     add = _command(jobs, 'score', 'score the heads of a trained model', SCORING, ' MODEL', docs=DOCS | SCORES, **SCORED)
-    add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline, or a folder of transformers')
+    add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline')
     add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
     add('--unit', 'char or word (default: that of the model)')
     add = _command(jobs, 'sample', 'let a model write', ['seed'], ' MODEL')
@@ -87,9 +85,6 @@ def parser(
     add('--n', 'symbols to write (default: 300)', default='300')
     add('--temperature', 'of the softmax; 0: always the most probable symbol (default: 0.8)', default='0.8')
     add('--top-k', 'draw only from so many of the most probable symbols (default: 0, all)', default='0')
-    add = _command(jobs, 'compare', 'several finished runs in a table and a figure', usage=' RUN ...')
-    add('runs', 'folders of runs that were scored on one text, as runs/tiny', nargs='+')
-    add('--figure', 'file to write (default: compare.png, or compare-2.png if there is one, ...)')
     add = _command(jobs, 'time', 'time training and reading, plain and fused, whole and pruned', SHAPE, ' [RECIPE]', of)
     add('recipe', 'whose shape', nargs='?', choices=[*RECIPES], default='tiny')
     add('--corpus', 'where the text comes from (default: pydocs)', default='pydocs')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'measure', 'markdown', 'short', 'table', 'explained', 'command', 'command_of', 'opened', 'model_card',
-           'plot_training', 'on_front', 'plot_front', 'write_report', 'compare']
+           'plot_training', 'on_front', 'plot_front', 'write_report']
 
 # %% ../nbs/15_report.ipynb #5b3e91a8
 import io, json, math, shlex
@@ -14,11 +14,11 @@ from einops import rearrange
 from torch import Tensor
 from . import checkpoint
 from .cost import count_macs, count_params
-from .data import Corpus, need, visible
+from .data import Corpus, visible
 from .gates import plot_gates, plot_heads
 from .model import LM
 from .recipe import GIVEN, RECIPES, SETTINGS, Recipe, get_recipe
-from .resume import Processes, Progress, read_metrics
+from .resume import Processes, Progress
 from .timing import time_in_turns
 from .train import evaluate
 
@@ -236,31 +236,3 @@ def write_report(
 def _card(folder, text): # not in the manifest: without it the model is whole, too
     card = model_card(folder.name, opened(folder.name), f'Its row is *{folder.name}*:\n\n{text}')
     checkpoint.write_file(folder/'README.md', card.encode())
-
-# %% ../nbs/15_report.ipynb #35c45569
-def compare(
-    run_dirs: list[str|Path] # finished runs on one text
-) -> tuple: # Markdown; a figure
-    "Several runs beside each other. ValueError if their texts differ, OSError if there is no report."
-    import matplotlib.pyplot as plt
-    found = {str(d): json.loads(checkpoint.read(d, 'report.json', 'run_dir')) for d in run_dirs}
-    texts = {(f['corpus'], f['vocab'], *f['tokens']) for f in found.values()}
-    need(len(texts) == 1, 'runs', ', '.join(found), 'scored on different texts', 'give runs on one text')
-    unit = next(iter(found.values()))['unit']
-    name, digits = ('ppl', 2) if unit == 'word' else ('bpc', 3)
-    (fig, (left, right)), lines = plt.subplots(1, 2, figsize=(8, 2.8)), []
-    for i, (run_dir, f) in enumerate(found.items()):
-        control = next((r['test'] for r in f['rows'] if r['model'] == 'control'), None)
-        for r in [r for r in f['rows'] if r['model'] != 'gated']:
-            cost = '' if control is None or r['model'] == 'control' else f"{r['test'] - control:+.{digits}f}"
-            test = f"{r['test']:.{digits}f}"
-            lines.append([run_dir, r['model'], f"{r['heads']}/{r['of']}", short(r['blocks']), test, cost])
-            right.plot(r['heads'], r['test'], f'C{i}' + dict(baseline='s', control='o').get(r['model'], '^'))
-        records = read_metrics(run_dir)
-        last = [r for r in records if r['phase'] == records[-1]['phase'] and r['step']]
-        left.plot(*_smooth(last), lw=1, label=run_dir)
-    left.set(xlabel=f'steps of the last training', ylabel=f'bits per {unit}')
-    right.set(xlabel='heads kept', ylabel=f'test {name}', title='squares: baselines, circles: controls')
-    left.legend(fontsize=7, frameon=False)
-    fig.tight_layout()
-    return markdown(['run', 'model', 'heads', 'blocks', f'test {name}', '− control'], lines, text=2), fig
