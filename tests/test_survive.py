@@ -123,7 +123,7 @@ def test_the_text_must_be_the_same(world):
 
 def test_only_one_works_in_a_folder(world):
     go('busy', models=MODELS[:1])
-    with running.alone(Path('busy')):
+    with running.run_lock(Path('busy')):
         job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
         done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
     assert done.returncode == 1 and '--run-dir=busy: another process works there' in done.stderr
