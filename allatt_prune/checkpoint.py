@@ -81,7 +81,7 @@ def lock(file: str|Path, # in the folder that is meant
          what: str, # what messages call this folder
          wait: bool = False): # for as long as another process works there; False: OSError
     "One process at a time works in a folder; the lock ends with the process, however that ends."
-    file, mine = Path(file), FileLock(file, fallback_to_soft=False)   # a soft lock outlives a process that is killed
+    file, mine = Path(file), FileLock(file, fallback_to_soft=False) # a soft lock outlives a killed process
     try:
         try: mine.acquire(timeout=5 if wait else 0)
         except Timeout:
@@ -92,8 +92,8 @@ def lock(file: str|Path, # in the folder that is meant
         file.write_text(f'process {os.getpid()} of {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M")},')
     except OSError as e:
         if e.errno is None: raise
-        why = f'{what}={file.parent}: cannot be locked ({e.strerror}); choose a folder on a local disk, and writable'
-        raise OSError(visible(why)) from e
+        why = f'cannot be locked ({e.strerror}); choose a writable folder on a local disk'
+        raise OSError(visible(f'{what}={file.parent}: {why}')) from e
     try: yield
     finally: mine.release()
 
