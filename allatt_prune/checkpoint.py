@@ -34,7 +34,8 @@ def _put(path, data): # a new file, on the disk
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-    except OSError as e: raise OSError(e.errno, f'{e.strerror}, writing {len(data):,} bytes', str(path)) from e
+    except OSError as e:
+        raise OSError(e.errno, f'{e.strerror}, writing {len(data):,} bytes', str(path)) from e
 
 @contextmanager
 def named(thing, value, fix): # the parts of the message
@@ -81,15 +82,16 @@ def lock(file: str|Path, # in the folder that is meant
          what: str, # what messages call this folder
          wait: bool = False): # for as long as another process works there; False: OSError
     "One process at a time works in a folder; the lock ends with the process, however that ends."
-    file, mine = Path(file), FileLock(file, fallback_to_soft=False) # a soft lock outlives a killed process
+    file, mine = Path(file), FileLock(file, fallback_to_soft=False) # soft locks outlive a killed process
+    about = f'process {os.getpid()} of {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M")},'
     try:
         try: mine.acquire(timeout=5 if wait else 0)
         except Timeout:
-            busy = f'{what}={file.parent}: {file.read_text() or "another process"} works there'
+            busy = f'{what}={file.parent}: {file.read_text(errors="replace") or "another process"} works there'
             if not wait: raise OSError(f'{busy}; wait for it, or choose another one') from None
             warnings.warn(visible(f'{busy}; waiting for it'), stacklevel=3)
             mine.acquire()
-        file.write_text(f'process {os.getpid()} of {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M")},')
+        file.write_text(about)
     except OSError as e:
         if e.errno is None: raise
         why = f'cannot be locked ({e.strerror}); choose a writable folder on a local disk'
@@ -120,7 +122,9 @@ def save(path: str|Path, # folder to create
             if isinstance(part, dict) and part and all(map(torch.is_tensor, part.values())):
                 tensors = {k: v.detach().cpu().contiguous() for k, v in part.items()}
                 file, data = f'{name}.safetensors', safetensors.torch.save(tensors)
-            else: file, data = f'{name}.json', (json.dumps(part, indent=1, allow_nan=False) + '\n').encode()
+            else:
+                text = json.dumps(part, indent=1, allow_nan=False)
+                file, data = f'{name}.json', f'{text}\n'.encode()
             hashes[file] = hashlib.sha256(data).hexdigest()
             _put(tmp/file, data)
         _put(tmp/'manifest.json', _as_manifest(hashes))
@@ -191,7 +195,7 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else may w
               phase: str, # of the training
               step: int, # steps done
               config: dict, **parts): # as for `save`; the name is kept in the configuration
-    "Save `phase-step`, then delete our older ones, but the newest of each phase and the one before this."
+    "Save `phase-step`; then delete ours but the newest of each phase and the one before this."
     path = Path(folder)/f'{phase}-{step:08d}'
     if saved_steps(folder): sweep(folder)
     if os.path.lexists(path): set_aside(path)
@@ -234,7 +238,8 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
 def fit(module: torch.nn.Module, tensors: dict|None, # its state
         path: str|Path): # what the error message calls the checkpoint
     "Load a module's state. OSError names the first tensor that does not fit."
-    state, plain = module.state_dict(), lambda name: name.replace('_orig_mod.', '') # which torch.compile puts there
+    def plain(name): return name.replace('_orig_mod.', '')     # which torch.compile puts into names
+    state = module.state_dict()
     names = {plain(k): k for k in state}
     try:
         tensors = {names.get(plain(k), k): x for k, x in dict(tensors or {}).items()}

@@ -138,11 +138,11 @@ def text_for(
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path):
-    "One run at a time in a directory, by the lock of its first process; what killed ones left there is swept."
-    with checkpoint.lock(run_dir/'.lock', 'run_dir') if Processes().rank == 0 else contextlib.nullcontext():
-        if Processes().rank == 0:
-            for p in [run_dir, *run_dir.iterdir()]:
-                if p.is_dir() and not p.is_symlink(): checkpoint.sweep(p)
+    "One run at a time works in a directory: its first process locks it, and sweeps what killed ones left."
+    if Processes().rank: return (yield)
+    with checkpoint.lock(run_dir/'.lock', 'run_dir'):
+        for p in [run_dir, *run_dir.iterdir()]:
+            if p.is_dir() and not p.is_symlink(): checkpoint.sweep(p)
         yield
 
 def _finished(run_dir, models): # the rows of a run that is finished, with all its models undamaged; else None
