@@ -2,8 +2,8 @@ __version__ = "0.1.0"
 
 import importlib as _importlib, sys as _sys, types as _types
 
-_HOMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='corpora', get_recipe='recipe',
-              train='train', evaluate='train', remove_heads='remove') # loaded when asked for: PyTorch takes seconds
+_HOMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='corpora', remove_heads='remove',
+              get_recipe='recipe', train='train', evaluate='train') # loaded when asked for, as PyTorch is slow
 __all__ = [*_HOMES]
 
 def __getattr__(name):
@@ -13,8 +13,9 @@ def __getattr__(name):
 def __dir__(): return ['__version__', *__all__]
 
 class _Package(_types.ModuleType):
-    "`train` is the function, also when the import system has loaded the module `allatt_prune.train`."
+    "`train` is the function, also when the import system has loaded the module of that name."
     def __setattr__(self, name, value):
-        if name not in _HOMES or not isinstance(value, _types.ModuleType): super().__setattr__(name, value)
+        submodule = isinstance(value, _types.ModuleType)
+        if not (submodule and name in _HOMES): super().__setattr__(name, value)
 
 _sys.modules[__name__].__class__ = _Package

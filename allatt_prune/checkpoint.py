@@ -87,7 +87,8 @@ def lock(file: str|Path, # in the folder that is meant
     try:
         try: mine.acquire(timeout=5 if wait else 0)
         except Timeout:
-            busy = f'{what}={file.parent}: {file.read_text(errors="replace") or "another process"} works there'
+            who = file.read_text(errors='replace') or 'another process'
+            busy = f'{what}={file.parent}: {who} works there'
             if not wait: raise OSError(f'{busy}; wait for it, or choose another one') from None
             warnings.warn(visible(f'{busy}; waiting for it'), stacklevel=3)
             mine.acquire()
@@ -222,9 +223,10 @@ def saved_steps(folder: str|Path, # of all checkpoints of a run
 def _ours(path): # saved under this name, and with nothing else in it?
     try:
         if not all(p.is_file() and not p.is_symlink() for p in path.iterdir()): return False
-        files, name = _manifest(path, 'checkpoint'), json.loads((path/'config.json').read_bytes())['name']
+        name = json.loads((path/'config.json').read_bytes())['name']
+        files = {*_manifest(path, 'checkpoint'), 'manifest.json'}
     except (OSError, ValueError, KeyError, TypeError, RecursionError): return False
-    return name == path.name and {p.name for p in path.iterdir()} == {*files, 'manifest.json'}
+    return name == path.name and {p.name for p in path.iterdir()} == files
 
 def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `load`; None if there is none
     "The newest checkpoint that is undamaged. A warning for each that is not; OSError if all are damaged."
@@ -276,5 +278,5 @@ def from_pretrained(cls: HeadGates, path: str|Path) -> HeadGates: # on the CPU, 
     "Rebuild the gates of a model that was saved with `gates=gates.state_dict()`."
     gates, parts = _rebuilt(path, 'gates', lambda config: cls(config['n_layer'], config['n_head']))
     if 'z' in parts and not torch.allclose(gates(), parts['z']['z']):
-        raise OSError(f'checkpoint={path}: gates of another class than {cls.__name__}; take z from z.safetensors')
+        raise OSError(f'checkpoint={path}: not gates of class {cls.__name__}; take z from z.safetensors')
     return gates

@@ -138,7 +138,7 @@ def text_for(
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path):
-    "One run at a time works in a directory: its first process locks it, and sweeps what killed ones left."
+    "One run at a time works in a directory. Its first process sweeps what killed ones left there."
     if Processes().rank: return (yield)
     with checkpoint.lock(run_dir/'.lock', 'run_dir'):
         for p in [run_dir, *run_dir.iterdir()]:
