@@ -303,7 +303,7 @@ def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
     def go(folder, compiled, stop=None):
         torch.manual_seed(0)
         model, gates = make(), HeadGates(2, 4)
-        net, gate = (torch.compile(m, backend='eager') if compiled else m for m in (model, gates))
+        net, gate = (torch.compile(m) if compiled else m for m in (model, gates))
         average = torch.optim.swa_utils.AveragedModel(net)
         def after(t):
             average.update_parameters(t.model)
@@ -311,9 +311,10 @@ def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
         train(net, text, recipe, gate, folder, resume=True, after=after, keep=dict(average=average))
         return [*model.state_dict().values(), *gates.state_dict().values(), *average.state_dict().values()]
     name = f'compiled-{begun}'
-    with pytest.raises(Crash): go(name, begun, stop=9)
-    assert checkpoint.newest(f'{name}/checkpoints', 'gated')[0]['step'] == 8
-    for mine, whole in zip(go(name, resumed), go(f'{name}-whole', False), strict=True): torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
+    with torch.compiler.set_stance('force_eager'):                                      # their names are those of compiled modules; to compile would take a minute
+        with pytest.raises(Crash): go(name, begun, stop=9)
+        assert checkpoint.newest(f'{name}/checkpoints', 'gated')[0]['step'] == 8
+        assert all(map(torch.equal, go(name, resumed), go(f'{name}-whole', False)))
 
 def test_a_damaged_one_is_never_gone_back_to(world):
     recipe, text, make = small(save_every=4)
@@ -479,7 +480,7 @@ def test_disk_full(world):
     *_, line = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
     assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name != 'metrics.jsonl' and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', '.lock') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
