@@ -146,6 +146,3 @@ def plot_heads(
     ax.set(xlabel='head', ylabel='layer (heads kept)')
     fig.tight_layout()
     return fig
-
-# %% ../nbs/05_gates.ipynb #c9d3e1f5
-from . import checkpoint # which needs HeadGates, and gives it from_pretrained

@@ -158,6 +158,3 @@ def with_dropout(self: LM,
     new = LM(replace(self.cfg, **dropouts), self.attend).to(self.pos)
     new.load_state_dict(self.state_dict())
     return new.train(self.training)
-
-# %% ../nbs/04_model.ipynb #7a50be94
-from . import checkpoint, generate # which need LM, and give it methods
