@@ -7,7 +7,7 @@ __all__ = ['SHAPE', 'JOBS', 'SCORING', 'FIELDS', 'DOCS', 'KINDS', 'NAMES', 'SCOR
            'start']
 
 # %% ../nbs/25_options.ipynb #5ea73847
-import argparse, contextlib, sys
+import argparse, contextlib, os, signal, sys
 from dataclasses import fields
 from fastcore.docments import docments
 from .config import LMConfig
@@ -105,8 +105,11 @@ def convert(f, text: str): # a field; what stands behind its option
 
 
 # %% ../nbs/25_options.ipynb #73480bf8
+def _end(*_): os.write(2, b'allatt-prune: stopped by SIGINT\n'), os._exit(130)
+
 def start():
     "The command `allatt-prune`."
+    signal.signal(signal.SIGINT, _end)                         # while libraries are still loading
     if {'-h', '--help'} & {*sys.argv[1:]}:
         with contextlib.suppress(AttributeError): sys.stdout.reconfigure(errors='replace') # a sign that is lacking: ?
         of = next((word for word in sys.argv if word in RECIPES), 'tiny')

@@ -178,8 +178,11 @@ def _restore(t, log, world): # was there a checkpoint of this phase?
         log.best, log.records, log.seconds = config['best'], parts['log']['records'], parts['log']['seconds']
     except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
         raise OSError(f'checkpoint={path}: not a state of this training ({e!r}); give another run_dir') from e
+    if world.rank: return True
+    for step, damaged in checkpoint.saved_steps(log.run_dir/'checkpoints', log.phase):
+        if step > t.step: checkpoint.set_aside(damaged)
     for k, now in _here(world).items():
-        if world.rank == 0 and config[k] != now:
+        if config[k] != now:
             warnings.warn(f'{k}={now}: {path} was made with {config[k]}, so sums are rounded in another order, and '
                           'dropout is drawn per process; give the same to have the same bits', stacklevel=4)
     return True

@@ -1,8 +1,8 @@
 "What a folder of checkpoints must survive: strangers' files in it, links, damage, other permissions, forged settings."
-import os, shutil, subprocess, sys
+import errno, fcntl, hashlib, os, shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
-from allatt_prune.checkpoint import copy, load, new_folder, newest, read, save, save_step, seal, sweep, verify, write_file
+from allatt_prune.checkpoint import copy, load, lock, new_folder, newest, read, save, save_step, seal, sweep, verify, write_file
 from allatt_prune.model import LM, LMConfig
 
 def state(folder): return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}
@@ -179,3 +179,94 @@ def test_a_forged_configuration_takes_no_memory(tmp_path):
     done = subprocess.run([sys.executable, '-c', OPENS, *(f'{i}' for i in range(5))], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line[:12] for line in done.stdout.splitlines()] == [f'checkpoint={i}' for i in range(4)]
+
+# ---- what a save costs
+
+def test_each_file_is_synced_and_hashed_once(tmp_path, monkeypatch):
+    def checkpoint(step): save_step(tmp_path, 'gated', step, {}, **{f'part{i}': dict(x=torch.full((9,), float(step))) for i in range(6)}, more=[step], log=[])
+    for step in (100, 200, 300): checkpoint(step)
+    said, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, 'fsync', lambda fd: (said.append(os.readlink(f'/proc/self/fd/{fd}')), fsync(fd)))
+    monkeypatch.setattr(os, 'rename', lambda a, b: (said.append((Path(a), Path(b))), rename(a, b)))
+    hashed = dict.fromkeys(('sha256', 'file_digest'), 0)
+    for name in hashed:
+        def counted(*args, name=name, whole=getattr(hashlib, name), **how):
+            hashed[name] += 1
+            return whole(*args, **how)
+        monkeypatch.setattr(hashlib, name, counted)
+    checkpoint(400)
+    monkeypatch.undo()
+    there = sorted(p.name for p in (tmp_path/'gated-00000400').iterdir())
+    assert len(there) == 10 and hashed == dict(sha256=9, file_digest=0)
+    renames = [x for x in said if isinstance(x, tuple)]
+    named, deleted = renames
+    assert named[1].name == 'gated-00000400' and deleted[0].name == 'gated-00000200'
+    before = said[:said.index(named)]                                     # what was on the disk when the folder got its name
+    assert sorted(before) == sorted([str(named[0]), *(str(named[0]/name) for name in there)])
+    assert said[said.index(named) + 1:] == [str(tmp_path), deleted]       # and its name was, before an old one went
+
+def test_what_a_checkpoint_says_of_itself_is_checked_on_loading(tmp_path):
+    for step in range(100, 1000, 100): steps(tmp_path, step)
+    for file in ('config.json', 'model.safetensors'):
+        data = (tmp_path/'gated-00000900'/file).read_bytes()
+        (tmp_path/'gated-00000900'/file).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+        with pytest.warns(UserWarning, match=f'{file} is damaged.*going back'): assert newest(tmp_path, 'gated')[0]['step'] == 800
+        (tmp_path/'gated-00000900'/file).write_bytes(data)
+    assert newest(tmp_path, 'gated')[0]['step'] == 900
+
+def test_a_checkpoint_of_another_name_or_with_less_in_it_is_kept(tmp_path):
+    steps(tmp_path, 100)
+    shutil.copytree(tmp_path/'gated-00000100', tmp_path/'gated-00000050')  # somebody's copy
+    shutil.copytree(tmp_path/'gated-00000100', tmp_path/'other-00000100')
+    save(tmp_path/'gated-00000060', dict(name='gated-00000060', step=60), model=dict(x=torch.ones(2)))
+    (tmp_path/'gated-00000060'/'model.safetensors').unlink()
+    (tmp_path/'gated-00000070').write_text('a file')
+    os.mkdir(tmp_path/'gated-00000080')
+    os.mkfifo(tmp_path/'gated-00000080'/'config.json')                     # whoever reads it waits for ever
+    (tmp_path/'gated-00000080'/'manifest.json').write_bytes((tmp_path/'gated-00000100'/'manifest.json').read_bytes())
+    before = {k: v for k, v in state(tmp_path).items() if not k.startswith('gated-00000100')}
+    steps(tmp_path, 200, 300, 400)
+    after = state(tmp_path)
+    assert before.items() <= after.items() and 'gated-00000100' not in after and 'gated-00000300' in after
+
+# ---- locks
+
+def working(file): # another process that has the lock, until it is killed
+    ready, told = os.pipe()
+    if pid := os.fork():
+        assert os.read(ready, 1) == b'!'
+        return pid
+    with lock(file, 'run_dir'):
+        os.write(told, b'!')
+        time.sleep(60)
+    os._exit(0)
+
+def killed(pid): os.kill(pid, signal.SIGKILL), os.waitpid(pid, 0)
+
+def test_a_lock_says_who_has_it_and_ends_with_the_process(tmp_path):
+    pid = working(tmp_path/'.lock')
+    try:
+        with pytest.raises(OSError, match=f'^run_dir={tmp_path}: process {pid} of {socket.gethostname()}, since 20.*, works there; wait for it, or choose another one$'):
+            with lock(tmp_path/'.lock', 'run_dir'): pass
+        threading.Timer(6, killed, [pid]).start()
+        since = time.monotonic()
+        with pytest.warns(UserWarning, match=f'^cache={tmp_path}: process {pid} of .*, since 20.*, works there; waiting for it$'):
+            with lock(tmp_path/'.lock', 'cache', wait=True): assert time.monotonic() - since > 5
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    with lock(tmp_path/'.lock', 'run_dir'): assert (tmp_path/'.lock').read_text().startswith(f'process {os.getpid()} of ')
+
+@pytest.mark.parametrize('code', (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
+@pytest.mark.parametrize('wait', (False, True))
+def test_a_file_system_without_locks(tmp_path, monkeypatch, code, wait):
+    def flock(*_): raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with pytest.raises(OSError) as e:
+        with lock(tmp_path/'.lock', 'run_dir', wait): pass
+    assert str(e.value) == f'run_dir={tmp_path}: cannot be locked ({os.strerror(code)}); choose a writable folder on a local disk'
+
+def test_an_error_of_the_work_is_not_one_of_the_lock(tmp_path):
+    with pytest.raises(OSError, match='^.Errno 28. full$'):
+        with lock(tmp_path/'.lock', 'run_dir'): raise OSError(errno.ENOSPC, 'full')
+    with lock(tmp_path/'.lock', 'run_dir'): pass                           # and it was released

@@ -1,7 +1,8 @@
-"What importing and asking for help costs, and that old names stay."
-import os, subprocess, sys
+"What importing and asking for help costs, and which names there are."
+import importlib, json, os, subprocess, sys
 from pathlib import Path
 import pytest
+import allatt_prune
 
 def python(*args): return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent)
 
@@ -29,12 +30,51 @@ def test_importing_takes_less_than_two_seconds_beyond_torch():
     for what in ('allatt_prune', 'allatt_prune.cli'):
         assert min(cpu_seconds(f'import {what}') for _ in range(3)) - min(cpu_seconds('import torch') for _ in range(3)) < 2
 
-def test_names_that_moved_are_where_they_were():
-    from allatt_prune import config, corpora, data, load_corpus, model, recipe, train
-    assert model.LMConfig is config.LMConfig and train.get_recipe is recipe.get_recipe and load_corpus is corpora.load_corpus
-    assert callable(data.load_corpus)
+NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='corpora', get_recipe='recipe', train='train', evaluate='train', remove_heads='remove')
+
+def test_public_names_are_those_of_their_modules():
+    everything = {}
+    exec('from allatt_prune import *', everything)
+    for name, home in NAMES.items():
+        assert everything[name] is getattr(allatt_prune, name) is getattr(importlib.import_module(f'allatt_prune.{home}'), name)
+    assert {*NAMES, '__version__'} == {*dir(allatt_prune)} and {*allatt_prune.__all__} == {*NAMES}
+    with pytest.raises(AttributeError, match="module 'allatt_prune' has no attribute 'fly'"): allatt_prune.fly
+
+def test_an_import_has_no_side_effects():
+    for argv in (['-m'], ['/usr/bin/allatt-prune'], ['-c']):                                 # as the command itself is started
+        done = python('-c', f"""import signal, sys
+sys.argv = sys.orig_argv = [*{argv}, 'allatt_prune']
+before = signal.getsignal(signal.SIGINT)
+import allatt_prune
+assert signal.getsignal(signal.SIGINT) is before and not {{'torch', 'numpy', 'pooch'}} & {{*sys.modules}}""")
+        assert done.returncode == 0, done.stderr
+
+FORKS = """import json, os, sys, traceback
+import torch, safetensors.torch, einops, fastcore.basics, fastcore.docments, tqdm, pooch, filelock, matplotlib
+for code in json.loads(sys.argv[1]):
+    if not (pid := os.fork()):
+        try: exec(code, {})
+        except BaseException: print(code, traceback.format_exc(), sep='\\n', flush=True); os._exit(1)
+        os._exit(0)
+    os.waitpid(pid, 0)"""
+
+def each_in_a_new_process(codes): # which has loaded PyTorch, but nothing of ours
+    done = python('-c', FORKS, json.dumps(codes))
+    assert (done.returncode, done.stdout) == (0, ''), done.stdout + done.stderr
+
+MODULES = [p.stem for p in Path(allatt_prune.__file__).parent.glob('[a-z]*.py') if p.stem not in ('hf', 'hf_models')]
 
 def test_the_first_import_may_be_any():
-    for first in ('model', 'recipe', 'data', 'config', 'options', 'cli'):
-        done = python('-c', f'import allatt_prune.{first}\nfrom allatt_prune.model import LM\nLM.from_pretrained("tiny-books"); LM.infer')
-        assert done.returncode == 0, done.stderr
+    assert len(MODULES) > 20
+    each_in_a_new_process([f'import allatt_prune.{first}\nfrom {home} import LM\nLM.save_pretrained, LM.from_pretrained, LM.infer'
+                           for first in MODULES for home in ('allatt_prune', 'allatt_prune.model')])
+    each_in_a_new_process([f'from {home} import HeadGates\nHeadGates.from_pretrained' for home in ('allatt_prune', 'allatt_prune.gates')])
+
+ORDERS = """import allatt_prune.train
+from allatt_prune import train
+from allatt_prune.train import evaluate
+assert callable(train) and allatt_prune.train is train and train.__module__ == 'allatt_prune.train'""".splitlines()
+
+def test_train_is_the_function_whatever_is_imported_first():
+    firsts = *ORDERS[:3], 'import allatt_prune', 'import allatt_prune.resume', 'import allatt_prune.cli'
+    each_in_a_new_process(['\n'.join([first, *ORDERS, ORDERS[0], ORDERS[3]]) for first in firsts])

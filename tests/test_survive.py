@@ -8,9 +8,11 @@ from allatt_prune import checkpoint, resume
 from allatt_prune import run as running
 from allatt_prune.corpora import load_corpus
 from allatt_prune.data import DataError
+from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.resume import Stopped, read_log, read_metrics, train, write_metrics
 from allatt_prune.run import MODELS, ROWS, run, table
+from allatt_prune.sparsity import gates_for
 from allatt_prune.study import outcome, recorded
 from allatt_prune.train import Score, get_recipe, train_steps
 
@@ -123,10 +125,10 @@ def test_the_text_must_be_the_same(world):
 
 def test_only_one_works_in_a_folder(world):
     go('busy', models=MODELS[:1])
-    with running.alone(Path('busy')):
+    with running.run_lock(Path('busy')):
         job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
         done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-    assert done.returncode == 1 and '--run-dir=busy: another process works there' in done.stderr
+    assert done.returncode == 1 and f'--run-dir=busy: process {os.getpid()} of ' in done.stderr and 'works there; wait for it, or choose another one' in done.stderr
 
 # ---- what people do to a run directory
 
@@ -261,6 +263,29 @@ def test_lost_records_are_written_again(world):
     edited(world, 'lose', lose)
     assert same(world/'lose', world/'done')
 
+class Below(HeadGates): # whose numbers mean something else than those of `HeadGates`
+    "Open where pi is below its mean."
+    def open_mask(self): return self.log_alpha.detach() < self.log_alpha.detach().mean()
+
+def own(recipe): return Below(recipe.n_layer, recipe.n_head, scale=False), {}
+
+@pytest.mark.parametrize('gating,asked', ((own, {}), (gates_for, {}), (gates_for, dict(sparsity=.5)), (gates_for, dict(sparsity=.5, method='subset')), (gates_for, dict(sizes=[2, 4]))))
+def test_gates_come_back_as_what_they_were(world, gating, asked):
+    name = '-'.join(['class', gating.__name__, *asked])
+    recipe = get_recipe('tiny', **SMALL | asked, corpus='own.txt')
+    rows = run(recipe, run_dir=name, device='cpu', gating=gating)
+    whole = {p: p.read_bytes() for p in Path(name).glob('pruned*/[km]*') if p.name in ('model.safetensors', 'keep.json')}
+    z = checkpoint.load(f'{name}/gated')[1]['z']['z']
+    assert len(whole) >= 2 and 0 < (z > 0).sum() < 8
+    for p in [*Path(name).glob('pruned*'), Path(name)/'report.json']: shutil.rmtree(p) if p.is_dir() else p.unlink()    # as if killed after gated/
+    again = run(recipe, run_dir=name, device='cpu', gating=gating, resume=True)
+    assert whole == {p: p.read_bytes() for p in whole}
+    untimed = lambda rows: [{k: x for k, x in r.items() if k not in ('ms', 'spread', 'speedup')} for r in rows]
+    assert untimed(again) == untimed(rows)
+    if gating is gates_for: assert torch.equal(HeadGates.from_pretrained(f'{name}/gated')(), z)
+    else:
+        with pytest.raises(OSError, match='gated: not gates of class HeadGates; take z from z.safetensors'): HeadGates.from_pretrained(f'{name}/gated')
+
 def test_other_circumstances_are_said(world):
     torch.set_num_threads(2)
     try:
@@ -271,6 +296,44 @@ def test_another_start_is_another_training(world):
     recipe, text, make = small()
     train(make(), text, recipe, run_dir='start')
     with pytest.raises(ValueError, match='start=3: .*was made with 0'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
+
+@pytest.mark.parametrize('begun,resumed', ((True, False), (False, True)))
+def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
+    recipe, text, make = small(valid_every=5)
+    def go(folder, compiled, stop=None):
+        torch.manual_seed(0)
+        model, gates = make(), HeadGates(2, 4)
+        net, gate = (torch.compile(m) if compiled else m for m in (model, gates))
+        average = torch.optim.swa_utils.AveragedModel(net)
+        def after(t):
+            average.update_parameters(t.model)
+            if t.step == stop: raise Crash
+        train(net, text, recipe, gate, folder, resume=True, after=after, keep=dict(average=average))
+        return [*model.state_dict().values(), *gates.state_dict().values(), *average.state_dict().values()]
+    name = f'compiled-{begun}'
+    with torch.compiler.set_stance('force_eager'):                                      # their names are those of compiled modules; to compile would take a minute
+        with pytest.raises(Crash): go(name, begun, stop=9)
+        assert checkpoint.newest(f'{name}/checkpoints', 'gated')[0]['step'] == 8
+        assert all(map(torch.equal, go(name, resumed), go(f'{name}-whole', False)))
+
+def test_a_damaged_one_is_never_gone_back_to(world):
+    recipe, text, make = small(save_every=4)
+    def stopped(at):
+        def after(t):
+            if t.step == at: os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped): train(LM.from_pretrained('aside-begin'), text, recipe, run_dir='aside', resume=True, after=after)
+    def damage(name):
+        file = world/'aside'/'checkpoints'/name/'model.safetensors'
+        file.write_bytes(flipped(file.read_bytes(), random.Random(0)))
+    make().save_pretrained('aside-begin')
+    stopped(6)                                                                          # it has 4 and 6
+    damage('baseline-00000006')
+    with pytest.warns(UserWarning, match='baseline-00000006: .*going back to the one before'): stopped(8)
+    damage('baseline-00000008')
+    model, whole = (LM.from_pretrained('aside-begin') for _ in range(2))
+    with pytest.warns(UserWarning, match='baseline-00000008: .*going back to the one before'): train(model, text, recipe, run_dir='aside', resume=True)
+    train(whole, text, recipe)
+    assert all(torch.equal(x, whole.state_dict()[k]) for k, x in model.state_dict().items())
 
 @pytest.mark.parametrize('change', (dict(recipe=None), dict(mems=[1]), dict(optimizer0_settings=[]), dict(model=[1]), dict(log=[])))
 def test_what_is_no_state_of_this_training(world, change):
@@ -417,7 +480,7 @@ def test_disk_full(world):
     *_, line = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith('allatt-prune: error: checkpoint=full/checkpoints/control-00000004: File too large, writing '), done.stderr
     assert int(line.split('writing ')[1].split(' bytes')[0].replace(',', '')) > limit
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name != 'metrics.jsonl' and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', '.lock') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
