@@ -1,6 +1,6 @@
 "Losses, scores and teachers in half precision against float64 sums over the same numbers."
 import pytest, torch, torch.nn.functional as F
-from allatt_prune.data import load_corpus
+from allatt_prune.corpora import load_corpus
 from allatt_prune.distill import Distill, last_hidden
 from allatt_prune.importance import METHODS, score
 from allatt_prune.model import LM, LMConfig
