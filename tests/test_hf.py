@@ -135,7 +135,7 @@ def test_what_is_refused():
     class Quantized(torch.nn.Linear): pass
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
     refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
-    refused('z=.nan.: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
+    refused('z=nan: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
     flex = made('bert')
     flex.config._attn_implementation = 'flex_attention'
     refused('attn_implementation=flex_attention: cannot be masked; give eager or sdpa', enter, flex, keep)
