@@ -218,8 +218,9 @@ def mean_folded(model, keep: Tensor, batches):
     "The mean of what goes is folded into the output bias."
     shape(model)
     layer, *_, out = attentions(model)[0]
-    need(layer.get_submodule(out).bias is not None, 'repair', 'mean_folded', f'{model.config.model_type} has no output '
-         'bias', 'give nothing, scaled or least_squares')
+    if layer.get_submodule(out).bias is None:
+        raise ValueError(f'repair=mean_folded: {unwrapped(model).config.model_type} has no output bias; give nothing, '
+                         'scaled or least_squares')
     return _refit(model, keep, batches, mean_fit)
 
 def least_squares(model, keep: Tensor, batches):
@@ -255,14 +256,15 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         torch.save({name: part.state_dict() for name, part in self.parts.items()}, file := io.BytesIO())
         return dict(args={}, attributes=dict(parts=base64.b64encode(file.getvalue()).decode()))
     def _restore(self, state):
-        try: file = io.BytesIO(base64.b64decode(state.stateful_callbacks[type(self).__name__]['attributes']['parts']))
-        except KeyError: raise ValueError('resume_from_checkpoint: no gates in it; give one that GateCallback made') from None
-        for name, saved in torch.load(file, weights_only=True).items(): self.parts[name].load_state_dict(saved)
-        if self.gates.frozen: self.gates.freeze()
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if not kept: raise ValueError('resume_from_checkpoint: no gates in it; give one that was saved with GateCallback')
+        file = io.BytesIO(base64.b64decode(kept['attributes']['parts']))
+        for name, saved in torch.load(file, 'cpu', weights_only=True).items(): self.parts[name].load_state_dict(saved)
+        self.gates.requires_grad_(not self.gates.frozen)
     def on_init_end(self, args, state, control, **how):
         if args.restore_callback_states_from_checkpoint:
-            raise ValueError('restore_callback_states_from_checkpoint: gates cannot be made from a file; leave it out, '
-                             'and they are restored')
+            raise ValueError('restore_callback_states_from_checkpoint: would make new gates; leave it out, the gates '
+                             'are restored anyway')
     def on_train_begin(self, args, state, control, **how):
         need(args.world_size == 1, 'processes', args.world_size, 'each would draw other gates', 'start one')
         need(not args.fp16, 'fp16', True, 'the gradients of gates would be scaled', 'give bf16')
