@@ -287,14 +287,14 @@ def text_batches(
     tokens: int = 10_000, # to read at most
     *, length: int = 128, batch: int = 8 # tokens of an example; examples
 ) -> list[dict]: # for `score`
-    "A text in pieces of one length. A rest that is shorter is left out."
+    "A text in pieces of one length, each between the tokenizer's special tokens. A shorter rest is left out."
     model = unwrapped(model)
     length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa counts from 2
     found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
-    ids, special = found['input_ids'], [*found['special_tokens_mask'], 0]
-    first, last = special.index(0), special[-2::-1].index(0)   # special tokens before and behind, which each row gets
-    before, ids, behind = ids[:first], ids[first:len(ids) - last], ids[len(ids) - last:]
-    n = length - first - last
+    ids, inner = found['input_ids'], [i for i, added in enumerate(found['special_tokens_mask']) if not added]
+    start, end = (inner[0], inner[-1] + 1) if inner else (len(ids), len(ids))
+    before, ids, behind = ids[:start], ids[start:end], ids[end:]
+    n = length - len(before) - len(behind)
     rows = [before + ids[i:i+n] + behind for i in range(0, len(ids) - n + 1, n)] if n > 0 else []
     rows = torch.tensor(rows[:max(1, tokens // length)])
     need(len(rows), 'text', f'{len(text)} characters', f'less than one piece of {length} tokens', 'give more')

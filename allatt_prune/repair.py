@@ -87,8 +87,9 @@ def chooser(
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'):
-        for f, usual in dict(repair='scaled', rounds=1, per_layer=False).items():
-            need(getattr(r, f) == usual, f, getattr(r, f), 'only for heads that a score chooses', 'give a method, too')
+        usual = dict(repair=('nothing', 'scaled'), rounds=(1,), per_layer=(False,)) # older recipes say scaled
+        for f, x in ((f, getattr(r, f)) for f in usual):
+            if x not in usual[f]: raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
         return None
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)

@@ -599,6 +599,32 @@ def test_versions():
         warnings.simplefilter('error')
         for tested in ('5.0.0', '5.24.0'): hf.check_version(tested) # the installed one may be newer: it warns, and the rest of this file tells
 
+def tokenizer_of(name): # fast ones, with special tokens before and behind, behind, or none; slow ones
+    if name in ('ByT5Tokenizer', 'CanineTokenizer'): return getattr(transformers, name)()
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    letters = Tokenizer(models.WordLevel({c: i for i, c in enumerate('?abcdefghijklmnopqrstuvwxyz <>')}, unk_token='?'))
+    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    specials = [('<', 28), ('>', 29)]
+    if name != '$A': letters.post_processor = processors.TemplateProcessing(single=name, special_tokens=specials)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token='?')
+
+@pytest.mark.parametrize('name', ['$A', '< $A >', '< < $A', '$A >', 'ByT5Tokenizer', 'CanineTokenizer'])
+def test_every_row_is_a_whole_example_of_its_tokenizer(name):
+    tokenizer, text = tokenizer_of(name), 'the heads of a model <that> go ' * 9
+    model = made('gpt2', auto='AutoModelForCausalLM', vocab_size=60_000)
+    for length, tokens, batch in ((12, 10_000, 8), (12, 60, 3), (38, 10_000, 1)):
+        parts = hf.text_batches(model, tokenizer, text, tokens, length=length, batch=batch)
+        rows = torch.cat([x['input_ids'] for x in parts]).tolist()
+        n = length - tokenizer.num_special_tokens_to_add()
+        want = [tokenizer(text[i:i+n])['input_ids'] for i in range(0, len(text) - n + 1, n)] # all of them take each character for a token
+        assert rows == want[:tokens // length] and all(len(row) == length for row in rows)
+        assert all(len(x['input_ids']) <= batch and torch.equal(x['input_ids'], x['labels']) for x in parts)
+    if not name.endswith('Tokenizer'):                                                 # as the tokenizer itself would cut
+        found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)['input_ids']
+        assert rows == [row for row in found if len(row) == length]
+    for length in (1, 2, 38):
+        with pytest.raises(ValueError, match='text=.*: less than one piece of'): hf.text_batches(model, tokenizer, '' if length == 38 else 'a' * (length < 2), length=length)
+
 def folder_of(path, kind, **changes): # with a tokenizer of letters
     from tokenizers import Tokenizer, models, pre_tokenizers
     made(kind, **changes).save_pretrained(path)
