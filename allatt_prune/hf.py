@@ -18,13 +18,14 @@ from torch import nn, Tensor
 from .data import need
 from .gates import output_scale
 from .hf_models import (ARCHITECTURES, TASKS, attentions, by_head, check_version, masked, open_folder,
-                                    per_head, pruned_class, remove_heads, shape, task_of, transformers, weight_rows)
+                                    per_head, pruned_class, remove_heads, shape, task_of, transformers,
+                                    weight_rows)
 from .importance import STATISTICS, evaluating, known_name
 from .remove import unwrapped
 from .repair import least_squares_fit, mean_fit
 
 # %% ../nbs/23_hf.ipynb #61b7c1dd
-def _ready(model, batches): # -> the model without its wrapper, [{name: tensor on the device of the model}]
+def _ready(model, batches): # -> model without its wrapper, [{name: tensor on the device of the model}]
     model = unwrapped(model)
     batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
     fit = lambda x: isinstance(x, Mapping) and 'input_ids' in x and all(map(torch.is_tensor, x.values()))
@@ -33,7 +34,8 @@ def _ready(model, batches): # -> the model without its wrapper, [{name: tensor o
          'input_ids, and attention_mask and labels where there are any')
     return model, [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
 
-def _wide(x): return x.to(torch.promote_types(x.dtype, torch.float32)) # sums of half precision would be rounded
+def _wide(x): # sums in half precision would be rounded
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 @torch.no_grad()
 def _observe(model, batches, z, look, how=None): # look(..., as for `masked`, ..., (b t) bool: tokens that count)
@@ -92,31 +94,36 @@ _LABELS = 'labels', 'start_positions', 'end_positions'
 
 def _labelled(model, batch): # -> logits (n ... classes), labels (n ...), label that does not count
     task, labels = task_of(model), [batch[name] for name in _LABELS if name in batch]
-    if task is None: raise ValueError(f"model={type(model).__name__}: no loss; give a model for {', '.join(TASKS)}")
+    if task is None:
+        raise ValueError(f"model={type(model).__name__}: no loss; give a model for {', '.join(TASKS)}")
     if len(labels) != 1 + (task == 'QuestionAnswering'):
-        raise ValueError('labels=None: there is no loss without; put them into the batches, or take another method')
+        raise ValueError('labels=None: there is no loss without; put them into the batches, or take '
+                         'another method')
     found = model(**{name: x for name, x in batch.items() if name not in _LABELS})
-    if task == 'QuestionAnswering':                            # a start and an end, if they are within the text
-        x, y = torch.stack([found.start_logits, found.end_logits], 1), torch.stack([y.flatten() for y in labels], 1)
+    if task == 'QuestionAnswering':                            # a start and an end; not if out of range
+        x = torch.stack([found.start_logits, found.end_logits], 1)
+        y = torch.stack([y.flatten() for y in labels], 1)
         return x, y.clamp(0, x.shape[-1]), x.shape[-1]
     x, y = found.logits, labels[0]
     return (x[:, :-1], y[:, 1:], -100) if task == 'CausalLM' else (x, y, -100)
 
-def _losses(model, batch): # -> (n) loss of each example, a sum over its labels; (n) how many labels count
+def _losses(model, batch): # -> (n) loss of each example, summed over labels; (n) how many labels count
     (x, y, ignored), cfg = _labelled(model, batch), model.config
     x, n = _wide(x), len(y)
-    kind = cfg.problem_type or ('regression' if cfg.num_labels == 1 else 'multi' if y.is_floating_point() else 'single')
-    if task_of(model) == 'SequenceClassification' and not kind.startswith('single'): # numbers: each example counts
+    several = 'multi' if y.is_floating_point() else 'single'
+    kind = cfg.problem_type or ('regression' if cfg.num_labels == 1 else several)
+    if task_of(model) == 'SequenceClassification' and not kind.startswith('single'):
         f = F.mse_loss if kind == 'regression' else F.binary_cross_entropy_with_logits
         return f(x, y.reshape(x.shape).to(x.dtype), reduction='none').mean(1), x.new_ones(n)
     loss = F.cross_entropy(x.flatten(0, -2), y.flatten(), ignore_index=ignored, reduction='none')
-    return reduce(loss, '(n m) -> n', 'sum', n=n), reduce(y.flatten() != ignored, '(n m) -> n', 'sum', n=n)
+    return tuple(reduce(x, '(n m) -> n', 'sum', n=n) for x in (loss, y.flatten() != ignored))
 
 def _count(n): # total of the labels that count, which are listed by example
-    if not (total := sum(x.sum().item() for x in n)): raise ValueError('labels=-100: none counts; give others')
+    total = sum(x.sum().item() for x in n)
+    if not total: raise ValueError('labels=-100: none counts; give others')
     return total
 
-def gradients(model, batches, z): # -> (examples l h), -z dL/dz of each example, so that their sum is that of the mean
+def gradients(model, batches, z): # -> (examples l h), the part of each example in -z dL/dz
     grads, count = [], []
     for batch in batches:
         own = repeat(z, 'l h -> l b h', b=batch['input_ids'].shape[:-1].numel()).clone().requires_grad_()
@@ -144,7 +151,7 @@ def leave_one_out(model, batches, z): # -> (l h), in the unit of the loss
         less[i, j] = 0
         return evaluate(model, batches, less)
     whole, (l, h) = evaluate(model, batches, z), z.shape
-    return torch.tensor([[without(i, j) - whole for j in range(h)] for i in range(l)], dtype=torch.float64)
+    return torch.tensor([[without(i, j) - whole for j in range(h)] for i in range(l)])
 
 def magnitude(model): # -> (l h), the norm of all parameters that belong to a head
     h = shape(model)[1]
@@ -174,7 +181,7 @@ def score(
     *, z: Tensor|None = None, # (l h) head multipliers; None: all 1
     seed: int = 0 # of random
 ) -> Tensor: # (l h), higher is more important; closed heads: minus infinity
-    "How much each head matters, without training. How the examples are divided into batches makes no difference."
+    "How much each head matters, without training, however the examples are divided into batches."
     need(method != 'persistent', 'method', method, 'these models have no persistent vectors', 'give another one')
     known_name('method', method, METHODS)
     z = torch.ones(shape(model)) if z is None else per_head(z, 'z', model).float()
@@ -219,8 +226,8 @@ def mean_folded(model, keep: Tensor, batches):
     shape(model)
     layer, *_, out = attentions(model)[0]
     if layer.get_submodule(out).bias is None:
-        raise ValueError(f'repair=mean_folded: {unwrapped(model).config.model_type} has no output bias; give nothing, '
-                         'scaled or least_squares')
+        raise ValueError(f'repair=mean_folded: {unwrapped(model).config.model_type} has no output bias; '
+                         'give nothing, scaled or least_squares')
     return _refit(model, keep, batches, mean_fit)
 
 def least_squares(model, keep: Tensor, batches):
@@ -235,7 +242,7 @@ def gated(
     model, # with all of its heads
     gates: nn.Module # (l h) as from `shape`, on the device of the model
 ):
-    "Meanwhile, each forward pass of the model is masked by a draw of the gates, and its backward pass trains them."
+    "Meanwhile, each forward pass is masked by a draw of the gates, and its backward pass trains them."
     per_head(gates.open_mask(), 'gates', model)
     with masked(model, lambda: gates.train(model.training)()): yield
 
@@ -244,7 +251,7 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
     "Trains gates while `transformers.Trainer` trains a model that is `gated` by them. One process, no float16."
     def __init__(self,
         gates: nn.Module, # those of `gated`
-        penalty: Callable, # of gates and step -> (), in the unit of the loss; its state is saved if it is a module
+        penalty: Callable, # of gates and step -> (), in the unit of the loss; a module is saved, too
         gate_steps: int, # steps after which the gates are frozen
         *, lr: float = .05 # of the gates
     ):
@@ -257,14 +264,16 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         return dict(args={}, attributes=dict(parts=base64.b64encode(file.getvalue()).decode()))
     def _restore(self, state):
         kept = state.stateful_callbacks.get(type(self).__name__)
-        if not kept: raise ValueError('resume_from_checkpoint: no gates in it; give one that was saved with GateCallback')
+        if not kept:
+            raise ValueError('resume_from_checkpoint: no gates in it; give one saved with GateCallback')
         file = io.BytesIO(base64.b64decode(kept['attributes']['parts']))
-        for name, saved in torch.load(file, 'cpu', weights_only=True).items(): self.parts[name].load_state_dict(saved)
+        saved = torch.load(file, 'cpu', weights_only=True)
+        for name, part in self.parts.items(): part.load_state_dict(saved[name])
         self.gates.requires_grad_(not self.gates.frozen)
     def on_init_end(self, args, state, control, **how):
         if args.restore_callback_states_from_checkpoint:
-            raise ValueError('restore_callback_states_from_checkpoint: would make new gates; leave it out, the gates '
-                             'are restored anyway')
+            raise ValueError('restore_callback_states_from_checkpoint: would make new gates; leave it '
+                             'out, the gates are restored anyway')
     def on_train_begin(self, args, state, control, **how):
         need(args.world_size == 1, 'processes', args.world_size, 'each would draw other gates', 'start one')
         need(not args.fp16, 'fp16', True, 'the gradients of gates would be scaled', 'give bf16')
@@ -276,7 +285,7 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         self.optimizer.zero_grad()
         if state.global_step + 1 >= self.gate_steps: self.gates.freeze()
     def on_train_end(self, args, state, control, **how):
-        best = args.load_best_model_at_end and state.best_model_checkpoint # the gates of the model that was loaded
+        best = args.load_best_model_at_end and state.best_model_checkpoint
         if best: self._restore(transformers.TrainerState.load_from_json(Path(best)/'trainer_state.json'))
         self.gates.freeze()
 
@@ -287,11 +296,12 @@ def text_batches(
     tokens: int = 10_000, # to read at most
     *, length: int = 128, batch: int = 8 # tokens of an example; examples
 ) -> list[dict]: # for `score`
-    "A text in pieces of one length, each between the tokenizer's special tokens. A shorter rest is left out."
+    "A text in pieces of one length, each with its special tokens. A shorter rest is left out."
     model = unwrapped(model)
     length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa counts from 2
     found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
-    ids, inner = found['input_ids'], [i for i, added in enumerate(found['special_tokens_mask']) if not added]
+    ids = found['input_ids']
+    inner = [i for i, added in enumerate(found['special_tokens_mask']) if not added]
     start, end = (inner[0], inner[-1] + 1) if inner else (len(ids), len(ids))
     before, ids, behind = ids[:start], ids[start:end], ids[end:]
     n = length - len(before) - len(behind)

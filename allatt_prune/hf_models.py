@@ -50,8 +50,9 @@ ARCHITECTURES = dict( # model type: layers; in each of them: attention, input pr
 PRUNED = 'allatt_prune-' # before the model type of a model with fewer heads
 
 def attentions(model): # -> one per layer: layer, attention, [paths of input projections], path of the output projection
-    layers, attn, inputs, out = ARCHITECTURES[unwrapped(model).config.model_type.removeprefix(PRUNED)]
-    return [(layer, layer.get_submodule(attn), inputs, out) for layer in unwrapped(model).base_model.get_submodule(layers)]
+    model = unwrapped(model)
+    layers, attn, inputs, out = ARCHITECTURES[model.config.model_type.removeprefix(PRUNED)]
+    return [(layer, layer.get_submodule(attn), inputs, out) for layer in model.base_model.get_submodule(layers)]
 
 def _heads(cfg): # of a layer, in `l h`
     return getattr(cfg, 'num_key_value_heads', None) or cfg.num_attention_heads
@@ -81,19 +82,20 @@ def per_head(
 # %% ../nbs/22_hf_models.ipynb #8f89bf03
 _watched = weakref.WeakKeyDictionary() # attention module: (layer, look or None)
 
-def _attend(inner, module, q, k, v, mask, head_multipliers=None, **how): # what a model calls in place of its attention function
+def _attend(inner, module, q, k, v, mask, head_multipliers=None, **how): # what a model calls instead
     inner = inner or sys.modules[type(module).__module__].eager_attention_forward
     out, weights = inner(module, q, k, v, mask, **how)         # (b t h d)
     if module not in _watched: return out, weights
     i, look = _watched[module]
     if look: look(i, (q, k, mask, how), out)
-    if head_multipliers is None: raise ValueError('z=None: the mask is for passes through the whole model; call that')
+    if head_multipliers is None:
+        raise ValueError('z=None: only passes through the whole model are masked; call that')
     z, with_grad = head_multipliers
     if z is None: return out, weights
     if with_grad and not torch.is_grad_enabled():
         raise ValueError('use_reentrant=True: masks of heads have no gradient; give '
                          "gradient_checkpointing_kwargs={'use_reentrant': False}")
-    z = z[i].to(out.device)                                    # (h) or (b h), at least float32 like the product
+    z = z[i].to(out.device)                                    # (h), or (b h): each example has its own
     z = repeat(z, '... h -> ... 1 (h r) 1', r=out.shape[2] // z.shape[-1])
     return (out * z).to(out.dtype), weights
 
@@ -107,7 +109,7 @@ _register_attention()
 @contextmanager
 def masked(
     model, # with all of its heads
-    z: Tensor|Callable|None, # (l h) head multipliers, or a function that each forward pass asks; None: all 1
+    z: Tensor|Callable|None, # (l h) head multipliers, or a function that each pass asks; None: all 1
     look: Callable|None = None, # look(layer, (queries, keys, mask, options), (b t h d) outputs of the heads)
     how: str|None = None # 'scores': with masks to be added to scores; None: as the model does it
 ):
@@ -222,13 +224,15 @@ def pruned_class(
 TASKS = 'CausalLM MaskedLM SequenceClassification TokenClassification QuestionAnswering MultipleChoice'.split()
 
 def _mapping(task): # from configurations to classes of models
-    return getattr(transformers, f"MODEL_FOR_{'_'.join(re.findall('LM|[A-Z][a-z]+', task)).upper()}_MAPPING")
+    name = '_'.join(re.findall('LM|[A-Z][a-z]+', task)).upper()
+    return getattr(transformers, f'MODEL_FOR_{name}_MAPPING')
 
 def task_of(model) -> str|None: # one of TASKS
     "The task that a model is made for; None: another one, or none."
     model = unwrapped(model)
     def fits(cfg, mapping): return cfg in mapping and isinstance(model, mapping[cfg])
-    return next((t for t in TASKS if any(fits(cfg, _mapping(t)) for cfg in type(model.config).__mro__)), None)
+    kinds = type(model.config).__mro__
+    return next((task for task in TASKS if any(fits(cfg, _mapping(task)) for cfg in kinds)), None)
 
 def _register_models(): # so that the Auto classes find models with fewer heads
     auto = {transformers.AutoModel: transformers.MODEL_MAPPING}

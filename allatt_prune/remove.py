@@ -39,10 +39,10 @@ def per_head(
     "One finite number for each head. ValueError if `x` is anything else."
     try: x = torch.as_tensor(x)
     except (TypeError, ValueError):
-        raise ValueError(f'{name}={type(x).__name__}: not a table of numbers; give one per head') from None
+        raise ValueError(f'{name}={type(x).__name__}: not a table; give one number per head') from None
     if x.shape != shape:
         axes = f'(layers, heads) = {shape}'
-        if share > 1: axes = f'(layers, groups) = {shape}: groups of {share} heads share their keys and values'
+        if share > 1: axes = f'(layers, groups) = {shape}: groups of {share} heads share keys and values'
         raise ValueError(f'{name}={tuple(x.shape)}: not {axes}; give one number for each')
     if (bad := x[~x.isfinite()]).numel():
         raise ValueError(f'{name}={bad[0].item()}: not a finite number; give one per head')
@@ -54,26 +54,27 @@ def mask_and_z(
 ) -> tuple[Tensor, Tensor]: # (l h) bool; (l h) multipliers
     "Which heads stay, and the multiplier of each: that of the gates, `z`, or 1."
     if hasattr(keep, 'open_mask'):
-        frozen = copy.deepcopy(keep).freeze().eval()           # some gates count their open heads only then
+        frozen = copy.deepcopy(keep).freeze().eval()           # some gates only count their heads now
         keep, z = frozen.open_mask(), frozen() if z is None else z
     keep = per_head(keep, 'keep', shape, share)
     if (bad := keep[(keep != 0) & (keep != 1)]).numel():
-        raise ValueError(f'keep={bad[0].item()}: not 0 or 1; give keep_mask(scores, sparsity), and multipliers as z')
+        raise ValueError(f'keep={bad[0].item()}: not 0 or 1; give keep_mask(scores, sparsity)')
     z = (keep.float() if z is None else per_head(z, 'z', shape, share)).detach().to(keep.device)
-    if z[keep == 0].any(): raise ValueError('z=non-zero: a head to be removed is still open; close it or keep it')
+    if z[keep == 0].any():
+        raise ValueError('z=non-zero: a head to be removed is still open; close it or keep it')
     return keep.bool(), z
 
 # %% ../nbs/08_remove.ipynb #e83d5c06
 def unwrapped(
     model: nn.Module # or a wrapper around it
 ) -> nn.Module:
-    "The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`. ValueError for a PEFT adapter."
-    while True:
-        if '_orig_mod' in model._modules: model = model._orig_mod # torch.compile
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
-        else: break
+    "The model inside `torch.compile` or data parallelism. ValueError for a PEFT adapter."
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while (compiled := '_orig_mod' in model._modules) or isinstance(model, parallel):
+        model = model._orig_mod if compiled else model.module
     if hasattr(model, 'merge_and_unload') or hasattr(model, 'get_base_model'): # PEFT
-        raise ValueError(f'model={type(model).__name__}: an adapter; merge it first: model.merge_and_unload()')
+        name = type(model).__name__
+        raise ValueError(f'model={name}: an adapter; merge it first: model.merge_and_unload()')
     return model
 
 # %% ../nbs/08_remove.ipynb #cb8f9c08
@@ -83,11 +84,11 @@ def remove_heads(
     keep, # gates; or (l h), heads that stay: 1 or True, else 0 or False
     z: Tensor|None = None # (l h) multipliers to fold into W_o; None: those of the gates, or 1
 ) -> LM: # a new model; the old one is left as it is
-    "Delete heads. The result computes what `model` computes when its heads are multiplied by z. Paper, §3.2."
+    "Delete heads. The result computes what `model` does with its heads multiplied by z. Paper, §3.2."
     model = unwrapped(model)
     cfg = model.cfg
     if cfg.heads is not None:
-        raise ValueError(f'heads={cfg.heads}: heads were removed before; remove them from the whole model')
+        raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     keep, z = (x.to(model.pos.device) for x in mask_and_z(keep, z, (cfg.n_layer, cfg.n_head)))
     small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.pos)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}

@@ -87,9 +87,9 @@ def chooser(
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'):
-        usual = dict(repair=('nothing', 'scaled'), rounds=(1,), per_layer=(False,)) # older recipes say scaled
-        for f, x in ((f, getattr(r, f)) for f in usual):
-            if x not in usual[f]: raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
+        for f, usual in dict(repair=('nothing', 'scaled'), rounds=(1,), per_layer=(False,)).items():
+            if (x := getattr(r, f)) not in usual:
+                raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
         return None
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)
