@@ -445,6 +445,16 @@ def test_sums_of_half_precision(kind): # what it says is that of the same weight
         x = torch.cat([o for j, o in seen if i == j]).double()
         parts = torch.einsum('nhd,hdc->nhc', x, hf.by_head(layer.get_submodule(out), 4).double())
         torch.testing.assert_close(found[i].double(), (parts.square().sum((0, 2)) / parts.sum(1).square().sum()).sqrt(), rtol=1e-5, atol=0)
+    want, count = torch.zeros(3, 4, dtype=torch.float64), 0
+    def keep_grad(i, parts, out): out.retain_grad(); outs.append(out)
+    for x in batches:
+        outs = []
+        with hf.masked(model, torch.ones(3, 4), keep_grad): logits = model(**{k: v for k, v in x.items() if k != 'labels'}).logits
+        logits, y = (logits, x['labels']) if kind == 'bert' else (logits[:, :-1], x['labels'][:, 1:])
+        torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), y.flatten(), reduction='sum').backward()
+        want -= torch.stack([(out.double() * out.grad.double()).sum((0, 1, 3)) for out in outs])
+        count += int((y != -100).sum())
+    torch.testing.assert_close(hf.score(model, batches, 'taylor').double(), want / count, rtol=1e-5, atol=1e-7)
 
 def test_gates():
     model, gates = made('gpt2'), HeadGates(3, 4)
@@ -553,9 +563,9 @@ class At(transformers.TrainerCallback): # notes the gates of each checkpoint, an
         self.seen[state.global_step] = self.gates.log_alpha.detach().clone()
         if state.global_step == self.stop: raise Interrupted
 
-def train_with_gates(folder, stop=None, resume=None, with_gates=True, compute_metrics=None, **args): # 20 steps; everything is made anew
+def train_with_gates(folder, stop=None, resume=None, gates=None, with_gates=True, compute_metrics=None, **args): # 20 steps; everything is made anew
     torch.manual_seed(0)
-    model, gates, target = made('distilbert'), TargetGates(3, 4, keep=5), Target(7/12, warmup=4, rate=.05)
+    model, gates, target = made('distilbert'), gates or TargetGates(3, 4, keep=5), Target(7/12, warmup=4, rate=.05)
     rows = [dict(input_ids=row, labels=torch.tensor(i % 2)) for i, row in enumerate(torch.randint(3, 60, (80, 9), generator=torch.Generator().manual_seed(4)))]
     args = transformers.TrainingArguments(str(folder), **dict(max_steps=20, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True) | args)
     at = At(gates, stop)
@@ -569,9 +579,11 @@ def test_a_resumed_trainer_ends_with_the_same_bits(stop, tmp_path):
     pytest.importorskip('accelerate')
     want, gates, _ = train_with_gates(tmp_path/'whole')
     with pytest.raises(Interrupted): train_with_gates(tmp_path/'parts', stop)
-    found, again, _ = train_with_gates(tmp_path/'parts', resume=True)
-    assert {*found} == {*want} and all(torch.equal(x, want[name]) for name, x in found.items())
-    assert again.frozen and int(again.open_mask().sum()) == 5 and not again.log_alpha.requires_grad
+    want = {name: x.clone() for name, x in want.items()}
+    for given in (None, gates):                                                        # new ones, and such as are frozen already
+        found, again, _ = train_with_gates(tmp_path/'parts', None, str(tmp_path/f'parts/checkpoint-{stop}'), given)
+        assert {*found} == {*want} and all(torch.equal(x, want[name]) for name, x in found.items())
+        assert again.frozen and int(again.open_mask().sum()) == 5 and not again.log_alpha.requires_grad
     assert want['2 lam'] != 0 and want['2 first'] > 0
 
 def test_gates_that_cannot_be_resumed(tmp_path):
