@@ -52,7 +52,7 @@ def _weights(q, k, mask, how, at): # (b h t d), (b g s d), to be added to scores
     if mask is not None: scores = scores + mask[:, :, at, :k.shape[2]]
     return scores.softmax(-1)
 
-def _by_distance(p, at): # (b h at s) weights of keys -> of distances
+def _by_distance(p, at): # (h at s) weights of keys -> of distances
     away = (at[:, None] - torch.arange(p.shape[-1], device=p.device)).abs()
     return torch.zeros_like(p).scatter_add(-1, away.expand_as(p), p)
 
@@ -67,11 +67,11 @@ def attention_statistics(
     def look(i, seen, out, real):
         count[i] += real.sum().cpu()
         for at in torch.arange(out.shape[1], device=out.device).split(64):
-            p = _weights(*seen, at)
-            for name in names:
-                x = STATISTICS[name](_by_distance(p, at) if name == 'distance' else p, p[..., :0])
-                x = (x.double() * real[:, None, at]).sum((0, 2))
-                sums[name][i] += reduce(x, '(h r) -> h', 'mean', h=h).cpu()
+            for p, there in zip(_weights(*seen, at), real):     # (h at s) of an example; not its padding
+                for name in names:
+                    x = (_by_distance(p, at) if name == 'distance' else p[..., there])[:, there[at]]
+                    x = STATISTICS[name](x, x[..., :0]).double().sum(1)
+                    sums[name][i] += reduce(x, '(h r) -> h', 'mean', h=h).cpu()
     with evaluating(model): _observe(model, batches, z, look, 'scores')
     return {name: x / count[:, None] for name, x in sums.items()}
 
