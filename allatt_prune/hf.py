@@ -8,27 +8,32 @@ __all__ = ['METHODS', 'REPAIRS', 'attention_statistics', 'output_difference', 'g
            'text_batches']
 
 # %% ../nbs/23_hf.ipynb #7a93be8a
-import math
+import base64, io, math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 import torch, torch.nn.functional as F
 from einops import rearrange, reduce, repeat
 from torch import nn, Tensor
 from .data import need
 from .gates import output_scale
 from .hf_models import (ARCHITECTURES, TASKS, attentions, by_head, check_version, masked, open_folder,
-                                    per_head, pruned_class, remove_heads, shape, transformers, weight_rows)
+                                    per_head, pruned_class, remove_heads, shape, task_of, transformers,
+                                    weight_rows)
 from .importance import STATISTICS, evaluating, known_name
+from .remove import unwrapped
 from .repair import least_squares_fit, mean_fit
+from .softmax import wide
 
 # %% ../nbs/23_hf.ipynb #61b7c1dd
-def _ready(model, batches): # -> [{name: tensor on the device of the model}]
+def _ready(model, batches): # -> model without its wrapper, [{name: tensor on the device of the model}]
+    model = unwrapped(model)
     batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
     fit = lambda x: isinstance(x, Mapping) and 'input_ids' in x and all(map(torch.is_tensor, x.values()))
     good = batches and all(map(fit, batches))
     need(good, 'batches', f'{len(batches)} things', 'not what the model takes', 'give dictionaries of tensors with '
          'input_ids, and attention_mask and labels where there are any')
-    return [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
+    return model, [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
 
 @torch.no_grad()
 def _observe(model, batches, z, look, how=None): # look(..., as for `masked`, ..., (b t) bool: tokens that count)
@@ -40,12 +45,12 @@ def _observe(model, batches, z, look, how=None): # look(..., as for `masked`, ..
             model(**batch)
 
 def _weights(q, k, mask, how, at): # (b h t d), (b g s d), to be added to scores or None, options, queries -> (b h at s)
-    keys = repeat(k, 'b g s d -> b (g r) d s', r=q.shape[1] // k.shape[1])
-    scores = q[:, :, at] @ keys * (how.get('scaling') or q.shape[-1]**-.5)
+    keys = repeat(wide(k), 'b g s d -> b (g r) d s', r=q.shape[1] // k.shape[1])
+    scores = wide(q[:, :, at]) @ keys * (how.get('scaling') or q.shape[-1]**-.5)
     if mask is not None: scores = scores + mask[:, :, at, :k.shape[2]]
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return scores.softmax(-1)
 
-def _by_distance(p, at): # (b h at s) weights of keys -> of distances
+def _by_distance(p, at): # (h at s) weights of keys -> of distances
     away = (at[:, None] - torch.arange(p.shape[-1], device=p.device)).abs()
     return torch.zeros_like(p).scatter_add(-1, away.expand_as(p), p)
 
@@ -55,16 +60,16 @@ def attention_statistics(
     z: Tensor|None = None # (l h) head multipliers; None: all 1
 ) -> dict[str, Tensor]: # (l h) each, means over tokens
     "Statistics of the attention of every head."
-    (l, h), batches = shape(model), _ready(model, batches)
+    (l, h), (model, batches) = shape(model), _ready(model, batches)
     sums, count = {name: torch.zeros(l, h, dtype=torch.float64) for name in names}, torch.zeros(l, dtype=torch.float64)
     def look(i, seen, out, real):
         count[i] += real.sum().cpu()
         for at in torch.arange(out.shape[1], device=out.device).split(64):
-            p = _weights(*seen, at)
-            for name in names:
-                x = STATISTICS[name](_by_distance(p, at) if name == 'distance' else p, p[..., :0])
-                x = (x.double() * real[:, None, at]).sum((0, 2))
-                sums[name][i] += reduce(x, '(h r) -> h', 'mean', h=h).cpu()
+            for p, there in zip(_weights(*seen, at), real):     # (h at s) of an example; not its padding
+                for name in names:
+                    x = (_by_distance(p, at) if name == 'distance' else p[..., there])[:, there[at]]
+                    x = STATISTICS[name](x, x[..., :0]).double().sum(1)
+                    sums[name][i] += reduce(x, '(h r) -> h', 'mean', h=h).cpu()
     with evaluating(model): _observe(model, batches, z, look, 'scores')
     return {name: x / count[:, None] for name, x in sums.items()}
 
@@ -73,35 +78,70 @@ def output_difference(model, batches, z): # -> (l h), from 0
     found, h, layers = torch.zeros(2, *z.shape, dtype=torch.float64), z.shape[1], attentions(model)
     def look(i, seen, out, real):
         layer, *_, path = layers[i]
-        x, w, total = rearrange(out[real], 'n (h r) d -> h n (r d)', h=h), by_head(layer.get_submodule(path), h), 0
+        x, w = rearrange(out[real], 'n (h r) d -> h n (r d)', h=h), by_head(layer.get_submodule(path), h)
+        total = 0
         for j in range(h):
-            part = x[j] @ w[j] * z[i, j]
+            part = wide(x[j]) @ wide(w[j]) * z[i, j]
             found[0, i, j] += part.double().square().sum().cpu()
             total = total + part
         found[1, i] += total.double().square().sum().cpu()
     _observe(model, batches, z, look)
     return (found[0] / found[1].clamp(min=1e-30)).sqrt()
 
-def _loss(model, batch):
-    fix = 'put them into the batches, or take another method'
-    need('labels' in batch, 'labels', None, 'there is no loss without', fix)
-    return model(**batch).loss
+_LABELS = 'labels', 'start_positions', 'end_positions'
 
-def gradients(model, batches, z): # -> (batches l h), -z dL/dz of each batch
-    z = z.clone().requires_grad_()
-    with masked(model, z): grads = [torch.autograd.grad(_loss(model, batch), z)[0] for batch in batches]
-    return -z.detach() * torch.stack(grads)
+def _labelled(model, batch): # -> logits (n ... classes), labels (n ...), label that does not count
+    task, labels = task_of(model), [batch[name] for name in _LABELS if name in batch]
+    if task is None:
+        raise ValueError(f"model={type(model).__name__}: no loss; give a model for {', '.join(TASKS)}")
+    if len(labels) != 1 + (task == 'QuestionAnswering'):
+        raise ValueError('labels=None: there is no loss without; put them into the batches, or take '
+                         'another method')
+    found = model(**{name: x for name, x in batch.items() if name not in _LABELS})
+    if task == 'QuestionAnswering':                            # a start and an end; not if out of range
+        x = torch.stack([found.start_logits, found.end_logits], 1)
+        y = torch.stack([y.flatten() for y in labels], 1)
+        return x, y.clamp(0, x.shape[-1]), x.shape[-1]
+    x, y = found.logits, labels[0]
+    return (x[:, :-1], y[:, 1:], -100) if task == 'CausalLM' else (x, y, -100)
+
+def _losses(model, batch): # -> (n) loss of each example, summed over labels; (n) how many labels count
+    (x, y, ignored), cfg = _labelled(model, batch), model.config
+    x, n = wide(x), len(y)
+    several = 'multi' if y.is_floating_point() else 'single'
+    kind = cfg.problem_type or ('regression' if cfg.num_labels == 1 else several)
+    if task_of(model) == 'SequenceClassification' and not kind.startswith('single'):
+        f = F.mse_loss if kind == 'regression' else F.binary_cross_entropy_with_logits
+        return f(x, y.reshape(x.shape).to(x.dtype), reduction='none').mean(1), x.new_ones(n)
+    loss = F.cross_entropy(x.flatten(0, -2), y.flatten(), ignore_index=ignored, reduction='none')
+    return tuple(reduce(x, '(n m) -> n', 'sum', n=n) for x in (loss, y.flatten() != ignored))
+
+def _count(n): # total of the labels that count, which are listed by example
+    total = sum(x.sum().item() for x in n)
+    if not total: raise ValueError('labels=-100: none counts; give others')
+    return total
+
+def gradients(model, batches, z): # -> (examples l h), the part of each example in -z dL/dz
+    grads, count = [], []
+    for batch in batches:
+        own = repeat(z, 'l h -> l b h', b=batch['input_ids'].shape[:-1].numel()).clone().requires_grad_()
+        with masked(model, lambda: own): loss, n = _losses(model, batch)
+        grad = torch.autograd.grad(loss.sum(), own)[0].double()
+        grads.append(reduce(grad, 'l (n choices) h -> n l h', 'sum', n=len(n)))
+        count.append(n)
+    return -z.double() * torch.cat(grads) / _count(count)
 
 @torch.no_grad()
 def evaluate(
     model, # if z is given, with all of its heads
     batches: Iterable[Mapping], # as for `score`, with labels
     z: Tensor|None = None # (l h) head multipliers; None: all 1
-) -> float: # mean over the batches
-    "The loss that a model has, in evaluation mode."
+) -> float: # mean over the labels that count, of all batches together
+    "The loss of a model for its task, in evaluation mode."
+    model, batches = _ready(model, batches)
     with evaluating(model), nullcontext() if z is None else masked(model, z):
-        losses = [_loss(model, batch).item() for batch in _ready(model, batches)]
-    return math.fsum(losses) / len(losses)
+        losses, count = zip(*(_losses(model, batch) for batch in batches))
+    return math.fsum(torch.cat(losses).tolist()) / _count(count)
 
 def leave_one_out(model, batches, z): # -> (l h), in the unit of the loss
     def without(i, j):
@@ -128,8 +168,8 @@ METHODS = dict(
     **{name: lambda model, batches, z, seed, name=name: attention_statistics(model, batches, [name], z)[name]
        for name in ('sparsity', 'distance', 'concentration')},
     output_difference=lambda model, batches, z, seed: output_difference(model, batches, z),
-    gradient=lambda model, batches, z, seed: gradients(model, batches, z).abs().mean(0),
-    taylor=lambda model, batches, z, seed: gradients(model, batches, z).mean(0),
+    gradient=lambda model, batches, z, seed: gradients(model, batches, z).abs().sum(0),
+    taylor=lambda model, batches, z, seed: gradients(model, batches, z).sum(0),
     leave_one_out=lambda model, batches, z, seed: leave_one_out(model, batches, z))
 
 def score(
@@ -139,20 +179,21 @@ def score(
     *, z: Tensor|None = None, # (l h) head multipliers; None: all 1
     seed: int = 0 # of random
 ) -> Tensor: # (l h), higher is more important; closed heads: minus infinity
-    "How much each head matters, without training."
+    "How much each head matters, without training, however the examples are divided into batches."
     need(method != 'persistent', 'method', method, 'these models have no persistent vectors', 'give another one')
     known_name('method', method, METHODS)
-    z = (torch.ones(shape(model)) if z is None else per_head(z, 'z', model).float()).to(model.device)
-    with evaluating(model): found = METHODS[method](model, _ready(model, batches), z, seed)
+    z = torch.ones(shape(model)) if z is None else per_head(z, 'z', model).float()
+    model, batches = _ready(model, batches)
+    with evaluating(model): found = METHODS[method](model, batches, z.to(model.device), seed)
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
 
 # %% ../nbs/23_hf.ipynb #1c6f3a34
 def gram(model, batches): # -> (hd+1 hd+1) of each layer, float64: second moments of what W_O takes, and of 1
-    found = [0] * shape(model)[0]
+    found, (model, batches) = [0] * shape(model)[0], _ready(model, batches)
     def look(i, seen, out, real):
         x = F.pad(rearrange(out[real], 'n h d -> n (h d)').double(), (0, 1), value=1.)
         found[i] = found[i] + x.T @ x
-    with evaluating(model): _observe(model, _ready(model, batches), None, look)
+    with evaluating(model): _observe(model, batches, None, look)
     return found
 
 @torch.no_grad()
@@ -182,8 +223,9 @@ def mean_folded(model, keep: Tensor, batches):
     "The mean of what goes is folded into the output bias."
     shape(model)
     layer, *_, out = attentions(model)[0]
-    need(layer.get_submodule(out).bias is not None, 'repair', 'mean_folded', f'{model.config.model_type} has no output '
-         'bias', 'give nothing, scaled or least_squares')
+    if layer.get_submodule(out).bias is None:
+        raise ValueError(f'repair=mean_folded: {unwrapped(model).config.model_type} has no output bias; '
+                         'give nothing, scaled or least_squares')
     return _refit(model, keep, batches, mean_fit)
 
 def least_squares(model, keep: Tensor, batches):
@@ -198,36 +240,52 @@ def gated(
     model, # with all of its heads
     gates: nn.Module # (l h) as from `shape`, on the device of the model
 ):
-    "Meanwhile, every forward pass of the model is masked by what the gates say, and trains them."
+    "Meanwhile, each forward pass is masked by a draw of the gates, and its backward pass trains them."
     per_head(gates.open_mask(), 'gates', model)
-    now = []
-    def draw(*_): now[:] = [gates.train(model.training)()]
-    hook = model.base_model.register_forward_pre_hook(draw)
-    try:
-        with masked(model, lambda: now[0]): yield
-    finally: hook.remove()
+    with masked(model, lambda: gates.train(model.training)()): yield
 
 # %% ../nbs/23_hf.ipynb #550a5c29
-class GateCallback(transformers.TrainerCallback):
+class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
     "Trains gates while `transformers.Trainer` trains a model that is `gated` by them. One process, no float16."
     def __init__(self,
         gates: nn.Module, # those of `gated`
-        penalty: Callable, # of gates and step -> (), in the unit of the loss
+        penalty: Callable, # of gates and step -> (), in the unit of the loss; a module is saved, too
         gate_steps: int, # steps after which the gates are frozen
         *, lr: float = .05 # of the gates
     ):
         self.gates, self.penalty, self.gate_steps = gates, penalty, gate_steps
         self.optimizer = torch.optim.Adam(gates.parameters(), lr)
+        self.parts = dict(gates=gates, optimizer=self.optimizer)
+        if isinstance(penalty, nn.Module): self.parts['penalty'] = penalty
+    def state(self): # what the Trainer writes into a checkpoint
+        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file := io.BytesIO())
+        return dict(args={}, attributes=dict(parts=base64.b64encode(file.getvalue()).decode()))
+    def _restore(self, state):
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if not kept:
+            raise ValueError('resume_from_checkpoint: no gates in it; give one saved with GateCallback')
+        file = io.BytesIO(base64.b64decode(kept['attributes']['parts']))
+        saved = torch.load(file, 'cpu', weights_only=True)
+        for name, part in self.parts.items(): part.load_state_dict(saved[name])
+        self.gates.requires_grad_(not self.gates.frozen)
+    def on_init_end(self, args, state, control, **how):
+        if args.restore_callback_states_from_checkpoint:
+            raise ValueError('restore_callback_states_from_checkpoint: would make new gates; leave it '
+                             'out, the gates are restored anyway')
     def on_train_begin(self, args, state, control, **how):
         need(args.world_size == 1, 'processes', args.world_size, 'each would draw other gates', 'start one')
         need(not args.fp16, 'fp16', True, 'the gradients of gates would be scaled', 'give bf16')
+        if state.global_step: self._restore(state)
     def on_pre_optimizer_step(self, args, state, control, **how):
         if self.gates.frozen: return
         self.penalty(self.gates, state.global_step).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if state.global_step + 1 >= self.gate_steps: self.gates.freeze()
-    def on_train_end(self, args, state, control, **how): self.gates.freeze()
+    def on_train_end(self, args, state, control, **how):
+        best = args.load_best_model_at_end and state.best_model_checkpoint
+        if best: self._restore(transformers.TrainerState.load_from_json(Path(best)/'trainer_state.json'))
+        self.gates.freeze()
 
 # %% ../nbs/23_hf.ipynb #30bb4a39
 def text_batches(
@@ -236,12 +294,19 @@ def text_batches(
     tokens: int = 10_000, # to read at most
     *, length: int = 128, batch: int = 8 # tokens of an example; examples
 ) -> list[dict]: # for `score`
-    "A text in pieces of one length. A rest that is shorter is left out."
+    "A text in pieces of one length, each with its special tokens. A shorter rest is left out."
+    model = unwrapped(model)
     length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa counts from 2
-    found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)['input_ids']
-    rows = torch.tensor([row for row in found if len(row) == length][:max(1, tokens // length)])
+    found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids = found['input_ids']
+    inner = [i for i, added in enumerate(found['special_tokens_mask']) if not added]
+    start, end = (inner[0], inner[-1] + 1) if inner else (len(ids), len(ids))
+    before, ids, behind = ids[:start], ids[start:end], ids[end:]
+    n = length - len(before) - len(behind)
+    rows = [before + ids[i:i+n] + behind for i in range(0, len(ids) - n + 1, n)] if n > 0 else []
+    rows = torch.tensor(rows[:max(1, tokens // length)])
     need(len(rows), 'text', f'{len(text)} characters', f'less than one piece of {length} tokens', 'give more')
     top, size = int(rows.max()), model.get_input_embeddings().num_embeddings
     need(top < size, 'tokenizer', f'token {top}', f'the model knows {size}', 'give the tokenizer of this model')
-    continues = type(model).__name__.endswith(('ForCausalLM', 'LMHeadModel'))
+    continues = task_of(model) == 'CausalLM'
     return [dict(input_ids=x, **dict(labels=x) if continues else {}) for x in rows.split(batch)]

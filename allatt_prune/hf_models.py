@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TESTED', 'ARCHITECTURES', 'PRUNED', 'OPENED', 'TASKS', 'check_version', 'attentions', 'shape', 'per_head', 'masked',
-           'weight_rows', 'by_head', 'Pruned', 'pruned_class', 'remove_heads', 'open_folder']
+           'weight_rows', 'by_head', 'Pruned', 'pruned_class', 'task_of', 'remove_heads', 'open_folder']
 
 # %% ../nbs/22_hf_models.ipynb #c3a873ca
 import copy, re, sys, warnings, weakref
@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from einops import rearrange, repeat
 from torch import nn, Tensor
+from . import remove
 from .data import need
+from .remove import mask_and_z, unwrapped
 from .report import model_card
 
 # %% ../nbs/22_hf_models.ipynb #366d60ff
@@ -48,6 +50,7 @@ ARCHITECTURES = dict( # model type: layers; in each of them: attention, input pr
 PRUNED = 'allatt_prune-' # before the model type of a model with fewer heads
 
 def attentions(model): # -> one per layer: layer, attention, [paths of input projections], path of the output projection
+    model = unwrapped(model)
     layers, attn, inputs, out = ARCHITECTURES[model.config.model_type.removeprefix(PRUNED)]
     return [(layer, layer.get_submodule(attn), inputs, out) for layer in model.base_model.get_submodule(layers)]
 
@@ -58,38 +61,43 @@ def shape(
     model # of one of the architectures, with all of its heads
 ) -> tuple[int, int]: # layers l; heads h of a layer, or groups of heads that share their keys and values
     "How many heads there are to be scored."
+    model = unwrapped(model)
     cfg = getattr(model, 'config', None)
     kind = getattr(cfg, 'model_type', type(model).__name__)
     need(not kind.startswith(PRUNED), 'model', kind, 'heads were removed before', 'give the whole model')
     need(kind in ARCHITECTURES, 'model', kind, 'not supported', f"give one of {', '.join(ARCHITECTURES)}")
     return cfg.num_hidden_layers, _heads(cfg)
 
+def _groups(model): # -> (layers, heads or groups of heads), heads of a group
+    l, h = shape(model)
+    return (l, h), unwrapped(model).config.num_attention_heads // h
+
 def per_head(
     x, name: str, # a tensor or lists; what a message calls it
     model # as for `shape`
 ) -> Tensor: # (l h)
     "One number for each head, or a message."
-    l, h = shape(model)
-    try: x = torch.as_tensor(x)
-    except (TypeError, ValueError): need(False, name, type(x).__name__, 'not a table of numbers', 'give one per head')
-    need(x.isfinite().all(), name, x[~x.isfinite()][:1].tolist(), 'not a finite number', 'give one per head')
-    share, why = model.config.num_attention_heads // h, f'not (layers, heads) = {(l, h)}'
-    if share > 1: why = f'not (layers, groups) = {(l, h)}: groups of {share} heads share their keys and values'
-    need(x.shape == (l, h), name, tuple(x.shape), why, 'give one number for each')
-    return x
+    return remove.per_head(x, name, *_groups(model))
 
 # %% ../nbs/22_hf_models.ipynb #8f89bf03
-_watched = weakref.WeakKeyDictionary() # attention module: (layer, z or a function, look or None)
+_watched = weakref.WeakKeyDictionary() # attention module: (layer, look or None)
 
-def _attend(inner, module, q, k, v, mask, **how): # what a model calls in place of its attention function
+def _attend(inner, module, q, k, v, mask, head_multipliers=None, **how): # what a model calls instead
     inner = inner or sys.modules[type(module).__module__].eager_attention_forward
     out, weights = inner(module, q, k, v, mask, **how)         # (b t h d)
     if module not in _watched: return out, weights
-    i, z, look = _watched[module]
+    i, look = _watched[module]
     if look: look(i, (q, k, mask, how), out)
+    if head_multipliers is None:
+        raise ValueError('z=None: only passes through the whole model are masked; call that')
+    z, with_grad = head_multipliers
     if z is None: return out, weights
-    z = (z() if callable(z) else z)[i].to(out)
-    return out * repeat(z, 'h -> (h r) 1', r=out.shape[2] // len(z)), weights
+    if with_grad and not torch.is_grad_enabled():
+        raise ValueError('use_reentrant=True: masks of heads have no gradient; give '
+                         "gradient_checkpointing_kwargs={'use_reentrant': False}")
+    z = z[i].to(out.device)                                    # (h), or (b h): each example has its own
+    z = repeat(z, '... h -> ... 1 (h r) 1', r=out.shape[2] // z.shape[-1])
+    return (out * z).to(out.dtype), weights
 
 def _register_attention():
     sdpa, masks = AttentionInterface()['sdpa'], AttentionMaskInterface()
@@ -101,23 +109,29 @@ _register_attention()
 @contextmanager
 def masked(
     model, # with all of its heads
-    z: Tensor|Callable|None, # (l h) head multipliers, or a function that gives them; None: all 1
+    z: Tensor|Callable|None, # (l h) head multipliers, or a function that each pass asks; None: all 1
     look: Callable|None = None, # look(layer, (queries, keys, mask, options), (b t h d) outputs of the heads)
     how: str|None = None # 'scores': with masks to be added to scores; None: as the model does it
 ):
     "Meanwhile, the heads of a model are multiplied by z. Gradients flow into z."
     if z is not None and not callable(z): z = per_head(z, 'z', model)
     shape(model)
+    model = unwrapped(model)
+    def hand_down(base, args, kwargs):
+        given = z() if callable(z) else z
+        return args, kwargs | dict(head_multipliers=(given, torch.is_grad_enabled()))
     was = model.config._attn_implementation
     how = how or was.removeprefix('allatt_prune-')
     need(how in ('eager', 'sdpa', 'scores'), 'attn_implementation', how, 'cannot be masked', 'give eager or sdpa')
-    layers = {attn: (i, z, look) for i, (_, attn, *_) in enumerate(attentions(model))}
+    layers = {attn: (i, look) for i, (_, attn, *_) in enumerate(attentions(model))}
     before = {attn: _watched[attn] for attn in layers if attn in _watched}
+    hook = model.base_model.register_forward_pre_hook(hand_down, with_kwargs=True)
     try:
         model.set_attn_implementation(f'allatt_prune-{how}')
         _watched.update(layers)
         yield
     finally:
+        hook.remove()
         model.set_attn_implementation(was)
         for attn in layers: _watched.pop(attn, None)
         _watched.update(before)
@@ -209,11 +223,20 @@ def pruned_class(
 
 TASKS = 'CausalLM MaskedLM SequenceClassification TokenClassification QuestionAnswering MultipleChoice'.split()
 
+def _mapping(task): # from configurations to classes of models
+    name = '_'.join(re.findall('LM|[A-Z][a-z]+', task)).upper()
+    return getattr(transformers, f'MODEL_FOR_{name}_MAPPING')
+
+def task_of(model) -> str|None: # one of TASKS
+    "The task that a model is made for; None: another one, or none."
+    model = unwrapped(model)
+    def fits(cfg, mapping): return cfg in mapping and isinstance(model, mapping[cfg])
+    kinds = type(model.config).__mro__
+    return next((task for task in TASKS if any(fits(cfg, _mapping(task)) for cfg in kinds)), None)
+
 def _register_models(): # so that the Auto classes find models with fewer heads
     auto = {transformers.AutoModel: transformers.MODEL_MAPPING}
-    for task in TASKS:
-        mapping = '_'.join(re.findall('LM|[A-Z][a-z]+', task)).upper()
-        auto[getattr(transformers, f'AutoModelFor{task}')] = getattr(transformers, f'MODEL_FOR_{mapping}_MAPPING')
+    auto |= {getattr(transformers, f'AutoModelFor{task}'): _mapping(task) for task in TASKS}
     for kind in ARCHITECTURES:
         whole = transformers.CONFIG_MAPPING[kind]
         config = type(f'Pruned{whole.__name__}', (whole,), dict(model_type=PRUNED + kind, kept_heads=None))
@@ -224,21 +247,15 @@ def _register_models(): # so that the Auto classes find models with fewer heads
 _register_models()
 
 # %% ../nbs/22_hf_models.ipynb #f7c1dc2e
-def _mask_and_z(model, keep, z): # as given to remove_heads -> (l h) bool, (l h)
-    if hasattr(keep, 'open_mask'): keep, z = keep.open_mask(), copy.deepcopy(keep).freeze().eval()() if z is None else z
-    keep = per_head(keep, 'keep', model).cpu().bool()
-    z = keep.float() if z is None else per_head(z, 'z', model).detach().cpu()
-    need(not z[~keep].any(), 'z', 'non-zero', 'a head to be removed is still open', 'close it or keep it')
-    return keep, z
-
 @torch.no_grad()
 def remove_heads(
     model, # with all of its heads
-    keep, # gates; or (l h), heads that stay: True or non-zero
+    keep, # gates; or (l h), heads that stay: 1 or True, else 0 or False
     z: Tensor|None = None # (l h) multipliers to fold into W_O; None: those of the gates, or 1
 ): # a new model; the old one is left as it is
     "Delete heads. The result computes what `model` computes while it is masked by z."
-    keep, z = _mask_and_z(model, keep, z)
+    model = unwrapped(model)
+    keep, z = (x.cpu() for x in mask_and_z(keep, z, *_groups(model)))
     small, kept = copy.deepcopy(model), [row.nonzero().flatten().tolist() for row in keep]
     for (layer, *_, out), row in zip(attentions(small), z):
         w = by_head(layer.get_submodule(out), len(row))

@@ -18,6 +18,7 @@ from .data import Streams, need
 from .fused import weights
 from .gates import output_scale
 from .model import LM, LMConfig
+from .remove import unwrapped
 from .softmax import wide
 from .train import check_ids, evaluate
 
@@ -94,7 +95,8 @@ STATISTICS = dict(entropy=entropy, sparsity=gini, distance=distance,
 
 # %% ../nbs/18_importance.ipynb #bb4d9268
 def unpruned(model: LM) -> LM:
-    "The model, if it has all of its heads. ValueError if not."
+    "The model, out of its wrapper, if it has all of its heads. ValueError if not."
+    model = unwrapped(model)
     need(model.cfg.heads is None, 'heads', model.cfg.heads, 'heads were removed before', 'give the whole model')
     return model
 
@@ -106,7 +108,8 @@ def attention_statistics(
     batch: int = 8 # streams
 ) -> dict[str, Tensor]: # (l h) each, means over queries
     "Statistics of the attention of every head. ValueError if heads are gone, or the text is too short."
-    cfg, count = unpruned(model).cfg, 0
+    model, count = unpruned(model), 0
+    cfg = model.cfg
     for name in (names := [names] if type(names) is str else names):
         need(name in STATISTICS, 'statistic', name, 'unknown', f"give {', '.join(STATISTICS)}")
     sums = {name: torch.zeros(cfg.n_layer, cfg.n_head, dtype=torch.float64) for name in names}
@@ -192,7 +195,8 @@ def score(
     gates: nn.Module|None = None # trained ones, for gate
 ) -> Tensor: # (l h), higher is more important; closed heads: minus infinity
     "How much each head matters, without training."
-    l, h = unpruned(model).cfg.n_layer, model.cfg.n_head
+    model = unpruned(model)
+    l, h = model.cfg.n_layer, model.cfg.n_head
     z = torch.ones(l, h) if z is None else torch.as_tensor(z).float()
     need(z.shape == (l, h), 'z', tuple(z.shape), f'not a number for each of {l} x {h} heads', 'give one')
     if not callable(method):
@@ -230,6 +234,7 @@ def choose_heads(
 ) -> Tensor: # (l h), True where a head stays
     "Heads that stay, by one of METHODS; with several rounds, those that are left are scored anew."
     need(type(rounds) is int and rounds > 0, 'rounds', rounds, 'not a number of steps', 'give 1 or more')
+    model = unpruned(model)
     keep = torch.ones(model.cfg.n_layer, model.cfg.n_head, dtype=torch.bool)
     keep_mask(keep, sparsity, per_layer) # refuse a share before the text is read, not after it
     for i in range(1, rounds + 1):

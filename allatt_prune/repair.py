@@ -25,7 +25,8 @@ def gram(
     batch: int = 8 # streams
 ) -> list[Tensor|None]: # (hd+1 hd+1) of each layer, float64
     "Sums of the products of the heads' outputs, before W_o, and of 1, over all tokens."
-    found = [None] * unpruned(model).cfg.n_layer
+    model = unpruned(model)
+    found = [None] * model.cfg.n_layer
     def look(i, args, out):
         x = F.pad(rearrange(out, 'b h t d -> (b t) (h d)').double(), (0, 1), value=1.)
         found[i] = x.T @ x + (0 if found[i] is None else found[i])
@@ -52,7 +53,7 @@ def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `
 
 @torch.no_grad()
 def _refit(model, keep, ids, fit):
-    small, keep = nothing(model, keep), torch.as_tensor(keep).bool().cpu()
+    small, keep, model = nothing(model, keep), torch.as_tensor(keep).bool().cpu(), unpruned(model)
     for layer, old, G, stays in zip(small.layers, model.layers, gram(model, ids), keep):
         if layer.attn is None: continue
         W = torch.cat([old.attn.wo.weight, old.attn.wo.bias[:, None]], 1).T.double() # (hd+1 c)
@@ -60,20 +61,14 @@ def _refit(model, keep, ids, fit):
         layer.attn.wo.weight.copy_(found[:-1].T); layer.attn.wo.bias.copy_(found[-1])
     return small
 
-def _flags(keep): # -> (l h) bool
-    keep = torch.as_tensor(keep)
-    need(((keep == 0) | (keep == 1)).all(), 'keep', keep.dtype, 'not flags', 'give keep_mask(scores, share)')
-    return keep.bool()
-
 def nothing(model: LM, keep: Tensor, ids=None) -> LM:
     "Without the heads that go."
-    keep = _flags(keep)
-    return remove_heads(model, keep, keep.float())
+    return remove_heads(model, keep)
 
 def scaled(model: LM, keep: Tensor, ids=None) -> LM:
     "What is left is multiplied by s_g. Paper, equation 3."
-    keep = _flags(keep)
-    return remove_heads(model, keep, keep * output_scale(keep.float()))
+    keep = torch.as_tensor(keep).float()
+    return remove_heads(model, keep, keep * output_scale(keep))
 
 def mean_folded(model: LM, keep: Tensor, ids) -> LM:
     "The mean of what goes is folded into the output bias."
@@ -92,8 +87,9 @@ def chooser(
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'):
-        for f, usual in dict(repair='scaled', rounds=1, per_layer=False).items():
-            need(getattr(r, f) == usual, f, getattr(r, f), 'only for heads that a score chooses', 'give a method, too')
+        for f, usual in dict(repair=('nothing', 'scaled'), rounds=(1,), per_layer=(False,)).items():
+            if (x := getattr(r, f)) not in usual:
+                raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
         return None
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)

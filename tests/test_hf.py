@@ -4,7 +4,7 @@ import pytest, torch
 transformers = pytest.importorskip('transformers')
 from allatt_prune import hf
 from allatt_prune.gates import HeadGates
-from allatt_prune.sparsity import SubsetGates
+from allatt_prune.sparsity import SubsetGates, Target, TargetGates
 
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, max_position_embeddings=40, pad_token_id=0)
 KINDS = dict(
@@ -135,7 +135,7 @@ def test_what_is_refused():
     class Quantized(torch.nn.Linear): pass
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
     refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
-    refused('z=.nan.: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
+    refused('z=nan: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
     flex = made('bert')
     flex.config._attn_implementation = 'flex_attention'
     refused('attn_implementation=flex_attention: cannot be masked; give eager or sdpa', enter, flex, keep)
@@ -225,7 +225,7 @@ def test_statistics_are_those_of_the_maps(kind, how):
             count += real.sum()
             for i, p in enumerate(maps):
                 for name, f in OF_MAPS.items():
-                    want[name][i] += f(p).transpose(1, 2)[real].double().sum(0).reshape(4, groups).mean(1)
+                    for own, n in zip(p, real.sum(1)): want[name][i] += f(own[:, :n, :n]).double().sum(1).reshape(4, groups).mean(1)
         model.set_attn_implementation(how)
         assert {*found} == {*OF_MAPS}
         for name in found: torch.testing.assert_close(found[name], want[name] / count, atol=1e-6, rtol=1e-6)
@@ -244,7 +244,7 @@ def test_statistics_of_more_queries_than_are_looked_at_at_once():
 def test_more_padding_changes_nothing(kind):
     model, (x, _) = for_scores(kind)
     wide = {k: v if v.dim() == 1 else torch.nn.functional.pad(v, (0, 4), value=-100 if k == 'labels' else 0) for k, v in x.items()}
-    for method in ('entropy', 'distance', 'output_difference', 'gradient', 'taylor', 'leave_one_out'): # (keys are counted in the other two)
+    for method in hf.METHODS:
         torch.testing.assert_close(hf.score(model, [x], method), hf.score(model, [wide], method), atol=2e-5, rtol=1e-4)
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -269,9 +269,10 @@ def test_scores_say_what_they_should(kind):
     def loss(z): # in double precision, which that of the models is not
         with torch.no_grad(), hf.masked(model, z): found = [(model(**x).logits, x['labels']) for x in batches]
         if kind in DECODERS: found = [(out[:, :-1].flatten(0, 1), y[:, 1:].flatten()) for out, y in found]
-        return sum(torch.nn.functional.cross_entropy(*x).item() for x in found) / 2
-    left = hf.score(model, batches, 'leave_one_out')
-    whole = sum(model(**x).loss.item() for x in batches) / 2
+        out, y = (torch.cat(x) for x in zip(*found))                                   # of both batches, each label counts once
+        return torch.nn.functional.cross_entropy(out, y).item()
+    left, whole = hf.score(model, batches, 'leave_one_out'), loss(torch.ones(3, 4))
+    assert hf.evaluate(model, batches) == pytest.approx(whole, rel=1e-12)
     for at in ((0, 0), (1, 3), (2, 2)):
         z = torch.ones(3, 4)
         z[at] = 0
@@ -360,6 +361,101 @@ def test_what_repairs_put_into_the_first_layer(kind):
     new, bias = projection(hf.least_squares(model, keep, batches))
     torch.testing.assert_close(torch.cat([new, bias[None]]), want, atol=1e-2, rtol=1e-2)
 
+def sum_of_squares(model, rows=IDS): return model.base_model(rows).last_hidden_state.square().sum()
+
+G = torch.Generator().manual_seed(3)
+TOKENS = torch.randint(3, 60, (9, 7), generator=G)
+SOME = torch.rand(9, 7, generator=G) < torch.linspace(.1, 1, 9)[:, None]                # rows have from 0 to 7 labels
+CLASSES = torch.tensor([0, 1, -100, 1, 1, 0, -100, 0, 1])
+NINE = { # task, what it is besides: kind, configuration, batch of nine
+    'causal': ('gpt2', 'CausalLM', {}, dict(input_ids=TOKENS, labels=TOKENS.masked_fill(~SOME, -100))),
+    'causal, groups': ('llama', 'CausalLM', {}, dict(input_ids=TOKENS, labels=TOKENS.masked_fill(~SOME, -100))),
+    'masked': ('bert', 'MaskedLM', {}, dict(input_ids=TOKENS, labels=TOKENS.masked_fill(~SOME, -100))),
+    'tokens': ('roberta', 'TokenClassification', {}, dict(input_ids=TOKENS, labels=(TOKENS % 2).masked_fill(~SOME, -100))),
+    'classes': ('distilbert', 'SequenceClassification', {}, dict(input_ids=TOKENS, labels=CLASSES)),
+    'classes, causal': ('gpt2', 'SequenceClassification', {}, dict(input_ids=TOKENS, labels=CLASSES)),
+    'number': ('bert', 'SequenceClassification', dict(num_labels=1), dict(input_ids=TOKENS, labels=torch.randn(9, generator=G))),
+    'numbers': ('bert', 'SequenceClassification', dict(num_labels=3, problem_type='regression'),
+                dict(input_ids=TOKENS, labels=torch.randn(9, 3, generator=G))),
+    'several': ('bert', 'SequenceClassification', dict(num_labels=3), dict(input_ids=TOKENS, labels=(torch.randn(9, 3, generator=G) > 0).float())),
+    'choice': ('bert', 'MultipleChoice', {}, dict(input_ids=torch.randint(3, 60, (9, 2, 7), generator=G), labels=CLASSES)),
+    'question': ('distilbert', 'QuestionAnswering', {}, dict(input_ids=TOKENS, start_positions=torch.tensor([0, 3, 9, 7, 2, 1, 1, 5, 6]),
+                                                             end_positions=torch.tensor([2, 3, 9, 7, 7, 5, 1, 6, 6])))}
+
+def each_loss(task, out, x): # one for each label that counts, by its definition
+    if task == 'QuestionAnswering':
+        pairs = [(p, y) for p, y in zip([*out.start_logits, *out.end_logits], [*x['start_positions'], *x['end_positions']]) if y < len(p)]
+    else:
+        logits, y = (out.logits[:, :-1], x['labels'][:, 1:]) if task == 'CausalLM' else (out.logits, x['labels'])
+        if y.is_floating_point() and set(y.unique().tolist()) <= {0., 1.}: return [torch.where(b == 1, -p.sigmoid().log(), -(-p).sigmoid().log()).mean() for p, b in zip(logits, y)]
+        if y.is_floating_point(): return [(p - b).square().mean() for p, b in zip(logits, y)]
+        pairs = [(p, b) for p, b in zip(logits.flatten(0, -2), y.flatten()) if b != -100]
+    return [p.logsumexp(0) - p[y] for p, y in pairs]
+
+@pytest.mark.parametrize('name', NINE)
+def test_any_division_into_batches_says_the_same(name):
+    kind, task, changes, nine = NINE[name]
+    model = made(kind, dtype=torch.float64, auto=f'AutoModelFor{task}', **changes)
+    with torch.no_grad(): losses = each_loss(task, model(**nine), nine)
+    def cut(*sizes): return [dict(zip(nine, xs)) for xs in zip(*(x.split(list(sizes)) for x in nine.values()))]
+    ways = [cut(9), cut(8, 1), cut(*[1] * 9), cut(2, 3, 4)]                            # some parts have no label that counts
+    for batches in ways: assert hf.evaluate(model, batches) == pytest.approx(sum(losses).item() / len(losses), rel=1e-6 if kind == 'llama' else 1e-10)
+    if task != 'QuestionAnswering':                                                    # whose model weighs starts and ends by half
+        with torch.no_grad(): assert hf.evaluate(model, nine) == pytest.approx(model(**nine).loss.item(), rel=1e-5)
+    for method in hf.METHODS:
+        want = hf.score(model, ways[0], method)
+        assert want.unique().numel() > 6
+        for batches in ways[1:]: torch.testing.assert_close(hf.score(model, batches, method), want, rtol=1e-5, atol=1e-6)
+    for name, repair in hf.REPAIRS.items():
+        if name == 'mean_folded' and kind == 'llama': continue
+        want, *others = [repair(model, KEEP, batches).state_dict() for batches in ways]
+        for other in others: torch.testing.assert_close(other, want, rtol=1e-5 if kind == 'llama' else 1e-7, atol=1e-7)
+    def loss(row, step): # of head 2 of layer 1
+        z = torch.ones(3, 4, dtype=torch.float64)
+        z[1, 2] += step
+        with torch.no_grad(), hf.masked(model, z): return float(sum(each_loss(task, model(**row), row)))
+    eps = 2e-2 if kind == 'llama' else 1e-3                                            # norms in float32 limit it in the Llama kind
+    slopes = [(loss(row, -eps) - loss(row, eps)) / (2*eps) / len(losses) for row in cut(*[1] * 9)]
+    found = [hf.score(model, nine, method)[1, 2].item() for method in ('taylor', 'gradient')]
+    assert found == pytest.approx([sum(slopes), sum(map(abs, slopes))], rel=1e-2 if kind == 'llama' else 1e-4, abs=1e-5)
+
+def test_labels_that_are_missing_or_do_not_count():
+    model, nine = made('bert', auto='AutoModelForMaskedLM'), NINE['masked'][3]
+    with pytest.raises(ValueError, match='labels=-100: none counts'): hf.evaluate(model, nine | dict(labels=0*TOKENS - 100))
+    with pytest.raises(ValueError, match='model=BertModel: no loss; give a model for CausalLM, '): hf.evaluate(model.base_model, nine)
+    question = made('bert', auto='AutoModelForQuestionAnswering')
+    with pytest.raises(ValueError, match='labels=None: there is no loss'): hf.evaluate(question, dict(input_ids=TOKENS, start_positions=CLASSES))
+
+@pytest.mark.parametrize('kind', ['bert', 'gpt2'])
+def test_sums_of_half_precision(kind): # what it says is that of the same weights in float64, but for the rounding of the model itself
+    model, batches = for_scores(kind, dtype=torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    for p in exact.parameters(): assert torch.equal(p, p.bfloat16().double())
+    with torch.no_grad(): out = torch.cat([(model(**x).logits if kind == 'bert' else model(**x).logits[:, :-1]).flatten(0, -2) for x in batches])
+    y = torch.cat([(x['labels'] if kind == 'bert' else x['labels'][:, 1:]).flatten() for x in batches])
+    assert hf.evaluate(model, batches) == pytest.approx(torch.nn.functional.cross_entropy(out.double(), y).item(), rel=1e-6)
+    seen = []
+    def look(i, parts, out): seen.append((i, out[real]))
+    with torch.no_grad(), hf.masked(model, None, look):
+        for x in batches:
+            real = x['attention_mask'].bool()
+            model(**x)
+    found = hf.score(model, batches, 'output_difference')
+    for i, (layer, *_, out) in enumerate(hf.attentions(model)):
+        x = torch.cat([o for j, o in seen if i == j]).double()
+        parts = torch.einsum('nhd,hdc->nhc', x, hf.by_head(layer.get_submodule(out), 4).double())
+        torch.testing.assert_close(found[i].double(), (parts.square().sum((0, 2)) / parts.sum(1).square().sum()).sqrt(), rtol=1e-5, atol=0)
+    want, count = torch.zeros(3, 4, dtype=torch.float64), 0
+    def keep_grad(i, parts, out): out.retain_grad(); outs.append(out)
+    for x in batches:
+        outs = []
+        with hf.masked(model, torch.ones(3, 4), keep_grad): logits = model(**{k: v for k, v in x.items() if k != 'labels'}).logits
+        logits, y = (logits, x['labels']) if kind == 'bert' else (logits[:, :-1], x['labels'][:, 1:])
+        torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), y.flatten(), reduction='sum').backward()
+        want -= torch.stack([(out.double() * out.grad.double()).sum((0, 1, 3)) for out in outs])
+        count += int((y != -100).sum())
+    torch.testing.assert_close(hf.score(model, batches, 'taylor').double(), want / count, rtol=1e-5, atol=1e-7)
+
 def test_gates():
     model, gates = made('gpt2'), HeadGates(3, 4)
     gates.log_alpha.data = KEEP * 4. - 2                                                # 12 % and 88 % open
@@ -378,6 +474,64 @@ def test_gates():
         for _ in range(3): model.base_model(**batch('gpt2')).last_hidden_state.square().mean().backward()
     assert subset.log_alpha.grad.abs().sum() > 0 and sum(map(len, hf.remove_heads(model, subset).config.kept_heads)) == 5
     assert not model.base_model._forward_pre_hooks and model.config._attn_implementation == 'sdpa'
+
+def test_gates_that_were_not_frozen_keep_as_many_as_they_promise():
+    gates = TargetGates(3, 4, keep=5)                                                   # all twelve are open until then
+    assert sum(map(len, hf.remove_heads(made('gpt2'), gates).config.kept_heads)) == 5 and not gates.frozen
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_gates_and_gradient_checkpointing(kind):
+    model, gates, grads = made(kind, dtype=torch.float64).train(), HeadGates(3, 4).double(), {}
+    for p in model.modules():
+        if isinstance(p, torch.nn.Dropout): p.p = 0.
+    def passes(order): # two forward passes, each with a draw of its own, then the backward passes
+        torch.manual_seed(1)
+        for p in (*model.parameters(), *gates.parameters()): p.grad = None
+        with hf.gated(model, gates):
+            losses = [sum_of_squares(model, IDS), sum_of_squares(model, IDS.flip(1))]
+            if order == 'sum': sum(losses).backward()
+            else:
+                for i in order: losses[i].backward()
+        return [p.grad for p in (*model.base_model.parameters(), *gates.parameters())]
+    want = passes('sum')
+    assert want[-1].abs().sum() > 0
+    model.gradient_checkpointing_enable({'use_reentrant': False})
+    for order in ('sum', (0, 1), (1, 0)): torch.testing.assert_close(passes(order), want, rtol=1e-9, atol=1e-9)
+    with hf.gated(model, gates): loss = sum_of_squares(model)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError): loss.backward()        # too late: said, not wrong
+    model.gradient_checkpointing_enable({'use_reentrant': True})
+    for given in (gates, None):
+        with hf.gated(model, gates) if given else hf.masked(model, torch.ones(3, 4)):
+            with pytest.raises(ValueError, match='use_reentrant=True: masks of heads have no gradient; give'): sum_of_squares(model)
+            with torch.no_grad(): sum_of_squares(model)
+    sum_of_squares(model.requires_grad_(True)).backward()                              # without masks, as before
+
+@pytest.mark.parametrize('wrapped', ['compiled', 'parallel', 'both'])
+def test_models_in_wrappers(wrapped):
+    plain, batches = for_scores('bert')
+    model = plain if wrapped == 'parallel' else torch.compile(plain)
+    if wrapped != 'compiled': model = torch.nn.DataParallel(model)
+    for method in hf.METHODS: assert torch.equal(hf.score(model, batches, method), hf.score(plain, batches, method))
+    for repair in hf.REPAIRS.values():
+        want = repair(plain, KEEP, batches).state_dict()
+        found = repair(model, KEEP, batches).state_dict()
+        assert {*found} == {*want} and all(torch.equal(x, want[k]) for k, x in found.items())
+    assert hf.evaluate(model, batches, KEEP.float()) == hf.evaluate(plain, batches, KEEP.float())
+    assert hf.shape(model) == (3, 4) and torch.equal(hf.magnitude(model), hf.magnitude(plain))
+    with hf.gated(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
+    assert gates.log_alpha.grad.abs().sum() > 0
+    with hf.masked(model, KEEP.float()): masked = hidden(plain.eval())
+    assert (hidden(hf.remove_heads(model, KEEP)) - masked).abs().max() < 1e-5
+    assert isinstance(plain.forward.__self__, transformers.BertForSequenceClassification)
+
+def test_adapters_are_merged_first():
+    class PeftModelForCausalLM(torch.nn.Module):
+        def __init__(self): super().__init__(); self.base_model = made('gpt2')
+        def merge_and_unload(self): return self.base_model
+        def get_base_model(self): return self.base_model
+    peft, message = PeftModelForCausalLM(), r'model=PeftModelForCausalLM: an adapter; merge it first: model.merge_and_unload\(\)'
+    for ask in (lambda: hf.remove_heads(peft, KEEP), lambda: hf.score(peft, [batch('gpt2')], 'entropy'), lambda: hf.evaluate(peft, [batch('gpt2')])):
+        with pytest.raises(ValueError, match=message): ask()
 
 def test_the_trainer(tmp_path):
     pytest.importorskip('accelerate')
@@ -401,6 +555,52 @@ def test_the_trainer(tmp_path):
     trainer.save_model(tmp_path/'saved')
     assert torch.equal(hidden(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/'saved')), hidden(small.eval()))
 
+class Interrupted(Exception): pass
+
+class At(transformers.TrainerCallback): # notes the gates of each checkpoint, and interrupts after one
+    def __init__(self, gates, stop): self.gates, self.stop, self.seen = gates, stop, {}
+    def on_save(self, args, state, control, **how):
+        self.seen[state.global_step] = self.gates.log_alpha.detach().clone()
+        if state.global_step == self.stop: raise Interrupted
+
+def train_with_gates(folder, stop=None, resume=None, gates=None, with_gates=True, compute_metrics=None, **args): # 20 steps; everything is made anew
+    torch.manual_seed(0)
+    model, gates, target = made('distilbert'), gates or TargetGates(3, 4, keep=5), Target(7/12, warmup=4, rate=.05)
+    rows = [dict(input_ids=row, labels=torch.tensor(i % 2)) for i, row in enumerate(torch.randint(3, 60, (80, 9), generator=torch.Generator().manual_seed(4)))]
+    args = transformers.TrainingArguments(str(folder), **dict(max_steps=20, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True) | args)
+    at = At(gates, stop)
+    callbacks = [hf.GateCallback(gates, target, 14, lr=.2), at] if with_gates else [at]
+    with hf.gated(model, gates):
+        transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=callbacks, compute_metrics=compute_metrics).train(resume_from_checkpoint=resume)
+    return {f'{i} {name}': x for i, part in enumerate((model, gates, target)) for name, x in part.state_dict().items()}, gates, at.seen
+
+@pytest.mark.parametrize('stop', [10, 16])                                             # before the gates are frozen, and after
+def test_a_resumed_trainer_ends_with_the_same_bits(stop, tmp_path):
+    pytest.importorskip('accelerate')
+    want, gates, _ = train_with_gates(tmp_path/'whole')
+    with pytest.raises(Interrupted): train_with_gates(tmp_path/'parts', stop)
+    want = {name: x.clone() for name, x in want.items()}
+    for given in (None, gates):                                                        # new ones, and such as are frozen already
+        found, again, _ = train_with_gates(tmp_path/'parts', None, str(tmp_path/f'parts/checkpoint-{stop}'), given)
+        assert {*found} == {*want} and all(torch.equal(x, want[name]) for name, x in found.items())
+        assert again.frozen and int(again.open_mask().sum()) == 5 and not again.log_alpha.requires_grad
+    assert want['2 lam'] != 0 and want['2 first'] > 0
+
+def test_gates_that_cannot_be_resumed(tmp_path):
+    pytest.importorskip('accelerate')
+    with pytest.raises(Interrupted): train_with_gates(tmp_path, 4, with_gates=False)
+    with pytest.raises(ValueError, match='resume_from_checkpoint: no gates in it; give one'): train_with_gates(tmp_path, resume=True)
+    with pytest.raises(ValueError, match='restore_callback_states_from_checkpoint: .*; leave it out'): train_with_gates(tmp_path, restore_callback_states_from_checkpoint=True)
+
+def test_the_best_model_comes_with_its_gates(tmp_path):
+    pytest.importorskip('accelerate')
+    values = iter(range(100))
+    _, gates, seen = train_with_gates(tmp_path, compute_metrics=lambda _: dict(score=-abs(next(values) - 2)), eval_strategy='steps', eval_steps=2,
+                                      load_best_model_at_end=True, metric_for_best_model='score')
+    want = TargetGates(3, 4, keep=5)
+    want.log_alpha.data = seen[6].clone()                                              # the third of the evaluations was the best
+    assert gates.frozen and torch.equal(gates.log_alpha, want.freeze().log_alpha) and not torch.equal(gates.log_alpha, seen[20])
+
 def test_versions():
     for old in ('4.57.1', '4.9'):
         with pytest.raises(ImportError, match='older than .*; pip install'): hf.check_version(old)
@@ -410,3 +610,30 @@ def test_versions():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         for tested in ('5.0.0', '5.24.0'): hf.check_version(tested) # the installed one may be newer: it warns, and the rest of this file tells
+
+def tokenizer_of(name): # fast ones, with special tokens before and behind, behind, or none; slow ones
+    if name in ('ByT5Tokenizer', 'CanineTokenizer'): return getattr(transformers, name)()
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    letters = Tokenizer(models.WordLevel({c: i for i, c in enumerate('?abcdefghijklmnopqrstuvwxyz <>')}, unk_token='?'))
+    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    specials = [('<', 28), ('>', 29)]
+    if name != '$A': letters.post_processor = processors.TemplateProcessing(single=name, special_tokens=specials)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token='?')
+
+@pytest.mark.parametrize('name', ['$A', '< $A >', '< < $A', '$A >', 'ByT5Tokenizer', 'CanineTokenizer'])
+def test_every_row_is_a_whole_example_of_its_tokenizer(name):
+    tokenizer, text = tokenizer_of(name), 'the heads of a model <that> go ' * 9
+    model = made('gpt2', auto='AutoModelForCausalLM', vocab_size=60_000)
+    for length, tokens, batch in ((12, 10_000, 8), (12, 60, 3), (38, 10_000, 1)):
+        parts = hf.text_batches(model, tokenizer, text, tokens, length=length, batch=batch)
+        rows = torch.cat([x['input_ids'] for x in parts]).tolist()
+        n = length - tokenizer.num_special_tokens_to_add()
+        want = [tokenizer(text[i:i+n])['input_ids'] for i in range(0, len(text) - n + 1, n)] # all of them take each character for a token
+        assert rows == want[:tokens // length] and all(len(row) == length for row in rows)
+        assert all(len(x['input_ids']) <= batch and torch.equal(x['input_ids'], x['labels']) for x in parts)
+    if not name.endswith('Tokenizer'):                                                 # as the tokenizer itself would cut
+        found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)['input_ids']
+        assert rows == [row for row in found if len(row) == length]
+    k = tokenizer.num_special_tokens_to_add()
+    for short, length in (('', 38), ('a' * (37 - k), 38), *([(text, k)] if k else [])):
+        with pytest.raises(ValueError, match='text=.*: less than one piece of'): hf.text_batches(model, tokenizer, short, length=length)

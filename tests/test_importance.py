@@ -1,11 +1,13 @@
 "Scores, masks and repairs where they can break: other kinds of models, whole layers gone, texts that are too short."
-import math
+import copy, math
 import pytest, torch
 from allatt_prune.data import DataError
+from allatt_prune.gates import HeadGates
 from allatt_prune.importance import METHODS, attention_statistics, choose_heads, keep_mask, score
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import REPAIRS
+from allatt_prune.sparsity import TargetGates
 from allatt_prune.train import evaluate
 
 KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]), memoryless=dict(mem_len=0), zeros=dict(zero_memory=True),
@@ -96,9 +98,9 @@ def test_bad_input_is_named_and_the_model_left_in_its_mode():
                       (lambda: score(net, IDS.astype(float), 'gradient'), 'text=float64: not ids'),
                       (lambda: score(net, IDS, 'leave_one_out', batch='8'), 'batch=8: not a number of streams'),
                       (lambda: attention_statistics(net, IDS, ['entropie']), 'statistic=entropie: unknown; give entropy, sparsity'),
-                      (lambda: remove_heads(net, ones - 2), 'keep=negative or nan: not flags'),
-                      (lambda: remove_heads(net, math.nan * ones), 'keep=negative or nan: not flags'),
-                      *((lambda repair=repair: REPAIRS[repair](net, .5 * ones, IDS), r'keep=torch.float32: not flags; give keep_mask') for repair in REPAIRS),
+                      (lambda: remove_heads(net, ones - 2), 'keep=-1.0: not 0 or 1'),
+                      (lambda: remove_heads(net, math.nan * ones), 'keep=nan: not a finite number'),
+                      *((lambda repair=repair: REPAIRS[repair](net, .5 * ones, IDS), 'keep=0.5: not 0 or 1; give keep_mask') for repair in REPAIRS),
                       (lambda: attention_statistics(small, IDS), r'heads=\[1, 1, 1\]: heads were removed before'),
                       (lambda: REPAIRS['least_squares'](small, ones, IDS), 'heads=')):
         with pytest.raises((ValueError, DataError), match=said): ask()
@@ -110,3 +112,25 @@ def test_masks_of_numbers_are_masks(repair):
     net, keep = model().eval(), [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     want = evaluate(REPAIRS[repair](net, torch.tensor(keep).bool(), IDS), IDS)
     for same in (keep, torch.tensor(keep), torch.tensor(keep).float()): assert evaluate(REPAIRS[repair](net, same, IDS), IDS) == want
+
+def test_a_mask_alone_multiplies_by_one():
+    net, keep = model().eval().double(), torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]])
+    want = evaluate(net, IDS, keep.double())
+    for same in (keep, keep.bool(), keep.tolist()): assert evaluate(remove_heads(net, same), IDS) == pytest.approx(want, rel=1e-12)
+    for gates, kept in ((HeadGates(3, 4), 12), (TargetGates(3, 4, keep=5), 5), (TargetGates(3, 4, keep=5, scale=False), 5)):
+        small = remove_heads(net, gates.double())                                      # not frozen: their copy is
+        z = copy.deepcopy(gates).freeze().eval()()
+        assert sum(small.cfg.heads or [12]) == kept and evaluate(small, IDS) == pytest.approx(evaluate(net, IDS, z), rel=1e-12)
+        assert not gates.frozen and gates.training
+
+@pytest.mark.parametrize('wrapped', ['compiled', 'parallel', 'both'])
+def test_models_in_wrappers(wrapped): # which nobody calls: that would compile
+    plain = model().eval()
+    net = plain if wrapped == 'parallel' else torch.compile(plain)
+    if wrapped != 'compiled': net = torch.nn.DataParallel(net)
+    keep = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
+    def same(a, b): return {*a.state_dict()} == {*b.state_dict()} and all(torch.equal(x, b.state_dict()[k]) for k, x in a.state_dict().items())
+    for repair in REPAIRS.values(): assert same(repair(net, keep, IDS), repair(plain, keep, IDS))
+    for method in METHODS: assert torch.equal(score(net, IDS, method, batch=4), score(plain, IDS, method, batch=4))
+    assert torch.equal(choose_heads(net, IDS, 'taylor', .5), choose_heads(plain, IDS, 'taylor', .5))
+    assert torch.equal(attention_statistics(net, IDS)['entropy'], attention_statistics(plain, IDS)['entropy'])
