@@ -35,7 +35,7 @@ def _to_prune(args, changes): # the recipe for a trained model
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
     own = 'recipe' in parts and not args.recipe
     recipe = Recipe(**parts['recipe']) if own else get_recipe(args.recipe or 'tiny')
-    how = dict(method='gates', sparsity=0., sizes=[], per_layer=False, rounds=1, repair='scaled')
+    how = dict(method='gates', sparsity=0., sizes=[], per_layer=False, rounds=1, repair=Recipe.repair)
     wished, said = changes.keys(), not own or recipe.method in METHODS
     if wished & ({'method', 'sizes', 'lam'} if said else {'method', 'sparsity', 'sizes', 'lam'}):
         kept = {'sparsity'} if 'method' in wished and 'sizes' not in wished and said else set()

@@ -44,7 +44,7 @@ class Recipe(LMConfig):
     per_layer: bool = False # a score removes the same share in each layer
     rounds: int = 1 # steps in which a score removes heads, scoring what is left again
     score_tokens: int = 10_000 # tokens of training text that a score reads
-    repair: str = 'scaled' # what is done, without training, about heads that a score removed
+    repair: str = 'nothing' # what is done, without training, about heads that a score removed
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char or word; empty: what the corpus usually is read in
     dtype: str = 'float32' # or bfloat16, for the matrix products of training (autocast)
@@ -100,7 +100,7 @@ _small = _tiny | dict(n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_d
                       gate_steps=2_400, gate_lr=.02, log_every=100, save_every=1000, valid_every=2000,
                       eval_tokens=50_000, corpus='books8-small')
 _best = _small | dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4,
-                      score_tokens=20_000)
+                      score_tokens=20_000, repair='scaled')
 _books = _tiny | dict(d_model=256, n_persistent=512, lr=2e-3, prune_lr=1e-3, gate_steps=300, gate_lr=.05,
                       lam_warmup=100, log_every=25, valid_every=0)
 _chars = dict(seg_len=128, mem_len=128, batch=8, steps=1000, warmup=100, prune_steps=1000, prune_warmup=100,
