@@ -46,7 +46,7 @@ def pydocs() -> str:
     return normalize(' '.join(paragraphs))
 
 # %% ../nbs/00_data.ipynb #ca295ec5
-def vocab_hash(unit: str, # 'char' or 'word'
+def vocab_hash(unit: str, # char, word or raw
                vocab: list[str]) -> str: # symbols in the order of their ids; twelve hexadecimal digits
     "A name for a vocabulary."
     return hashlib.sha256(json.dumps([unit, vocab]).encode()).hexdigest()[:12]
@@ -59,41 +59,58 @@ class Corpus:
     valid: np.ndarray
     test: np.ndarray
     vocab: list[str] # symbol of each id
-    unit: str # 'char' or 'word'
+    unit: str # char, word or raw
+    normal: bool = False # was the text normalized before it was split into words?
     @classmethod
-    def of(cls,
+    def from_text(cls,
         text: str, # with plain line ends
-        unit: str = 'char', # 'char' or 'word'
+        unit: str = 'char', # char, word or raw
         name: str = 'text' # what messages call it
     ): # 90 % to train on, 5 % to validate, 5 % to test
         "A corpus from a text in memory, made in the plainest way."
         lines = text.removesuffix('\n') + '\n' # a last line may lack its end
-        symbols = list(text) if unit == 'char' else lines.replace('\n', ' <eos> ').split()
+        symbols = (lines.replace('\n', ' <eos> ').split() if unit == 'word' else
+                   list(normalize(text) if unit == 'char' else text))
         i, j = round(.9 * len(symbols)), round(.95 * len(symbols))
-        counts, unknown = Counter(symbols[:i]), '\ufffd' if unit == 'char' else '<unk>'
-        vocab = sorted(counts) if unit == 'char' else [w for w, _ in counts.most_common()]
+        counts, unknown = Counter(symbols[:i]), '<unk>' if unit == 'word' else '\ufffd'
+        vocab = [w for w, _ in counts.most_common()] if unit == 'word' else sorted(counts)
         if unknown not in counts and set(symbols) > set(counts): vocab.append(unknown)
         number = {symbol: i for i, symbol in enumerate(vocab)}
-        ids = np.array([number.get(s, number.get(unknown)) for s in symbols], np.min_scalar_type(len(vocab) - 1))
+        ids = [number.get(s, number.get(unknown)) for s in symbols]
+        ids = np.array(ids, np.min_scalar_type(len(vocab) - 1))
         return cls(name, ids[:i], ids[i:j], ids[j:], vocab, unit)
     @property
     def hash(self) -> str:
-        "What `vocab_hash` says of this one."
+        "Hash of the vocabulary."
         return vocab_hash(self.unit, self.vocab)
+    @property
+    def units(self) -> str:
+        "What the symbols are called."
+        return 'words' if self.unit == 'word' else 'characters'
+    @property
+    def mark(self) -> str:
+        "The symbol for all that are not in the vocabulary."
+        return '<unk>' if self.unit == 'word' else '\ufffd'
     def decode(self, ids) -> str:
         "The text of some ids."
-        return ('' if self.unit == 'char' else ' ').join(self.vocab[i] for i in ids)
+        return (' ' if self.unit == 'word' else '').join(self.vocab[i] for i in ids)
+    def unknown(self, ids) -> float: # ids of this corpus -> 0 to 1
+        "Share of the ids that only say that a symbol is not in the vocabulary."
+        if self.mark not in self.vocab or not len(ids): return 0.
+        return float(np.mean(np.asarray(ids) == self.vocab.index(self.mark)))
     def with_vocab(self,
         vocab: list[str] # symbols of a model, in the order of their ids
     ) -> 'Corpus':
         "The same text with the ids of these symbols. DataError names a symbol that is not among them."
-        number, unknown = {s: i for i, s in enumerate(vocab)}, '\ufffd' if self.unit == 'char' else '<unk>'
-        lacking = next((s for s in self.vocab if not {s, unknown} & number.keys()), None)
+        number = {s: i for i, s in enumerate(vocab)}
+        lacking = next((s for s in self.vocab if not {s, self.mark} & number.keys()), None)
         if lacking is not None:
-            fix = f"give a text of {''.join(vocab)!r}" if self.unit == 'char' else 'leave it out'
+            fix = 'leave it out' if self.unit == 'word' else f"give a text of {''.join(vocab)!r}"
             raise DataError(f'corpus={self.name}: the model does not know {lacking!r}; {fix}')
-        table = np.array([number.get(s, number.get(unknown)) for s in self.vocab], np.min_scalar_type(len(vocab) - 1))
-        return replace(self, vocab=list(vocab), **{p: table[getattr(self, p)] for p in ('train', 'valid', 'test')})
+        ids = [number.get(s, number.get(self.mark)) for s in self.vocab]
+        table = np.array(ids, np.min_scalar_type(len(vocab) - 1))
+        splits = {split: table[getattr(self, split)] for split in ('train', 'valid', 'test')}
+        return replace(self, vocab=list(vocab), **splits)
 
 # %% ../nbs/00_data.ipynb #cb470028
 class Streams:

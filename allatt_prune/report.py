@@ -196,7 +196,7 @@ def write_report(
     records: list[dict] = () # of all phases
 ):
     "report.md, report.json, figures, model cards."
-    r, unit, gated = about['recipe'], about['unit'], [rec for rec in records if rec['phase'] == 'gated']
+    r, unit, gated = about['recipe'], 'word' if about['unit'] == 'word' else 'character', [rec for rec in records if rec['phase'] == 'gated']
     figures = {'training.png': _png(plot_training(records, unit))} if records else {}
     said = [f"Seed {r['seed']}, {r['steps']:,} steps, then {r['prune_steps']:,} for every other model."]
     if r['teacher']: said += [f"All but the baseline learned from it, too: weight {r['teacher']:g}."]

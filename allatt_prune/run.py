@@ -49,7 +49,8 @@ def prune_path(
     "Baseline, control, gated, pruned: trained, or loaded if they are in `run_dir`."
     from allatt_prune.distill import Distill                   # here, as few runs have a teacher
     world, found, gates, keep, how = Processes(), {}, None, None, {}
-    kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
+    kept = dict(vocab=dict(unit=corpus.unit, normal=corpus.normal, symbols=corpus.vocab),
+                recipe=asdict(recipe))
     def new(name): # the model, and which heads it has
         if name.startswith('pruned-'): return next(front(found['gated'], gates, [int(name.split('-')[1])]))
         if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
@@ -123,17 +124,28 @@ def stored_recipe(
 
 def text_for(
     model: str|Path|None, # folder or name of a saved model; None, or not there: the symbols are those of the text
-    corpus: str|Path, cache: str|Path|None = None, unit: str|None = None # as for `load_corpus`
+    corpus: str|Path, cache: str|Path|None = None, unit: str|None = None, # as for `load_corpus`
+    splits: tuple = ('train', 'valid', 'test') # which will be used
 ) -> Corpus:
-    "A corpus in the symbols that a model knows."
+    "A corpus in a model's symbols, read as the model's own text was. Warns if more than 1 % of them are unknown."
     if model is None or not checkpoint.place(model).exists() or 'vocab.json' not in checkpoint.verify(model):
         return load_corpus(corpus, cache, unit=unit)
-    try: known, symbols = map(json.loads(checkpoint.read(model, 'vocab.json')).__getitem__, ('unit', 'symbols'))
+    try:
+        saved = json.loads(checkpoint.read(model, 'vocab.json'))
+        own, symbols = saved['unit'], saved['symbols']
+        others = re.search('[^a-z ]', ''.join({*symbols} - {'<eos>', '<unk>', '\ufffd'}))
+        normal = saved.get('normal', not others)               # older models were saved without it
     except (KeyError, TypeError, ValueError):
         raise OSError(f'checkpoint={model}: vocab.json is damaged; save it again') from None
-    need(unit in (None, known), 'unit', unit, f'the model was made for a text in {known}s', 'leave it out')
-    text = load_corpus(corpus, cache, unit=known)
-    return text if text.vocab == symbols else text.with_vocab(symbols)
+    if own == 'char' and others: own = 'raw'                   # and before there was such a unit
+    if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}; leave it out')
+    text = load_corpus(corpus, cache, unit=own, normal=normal)
+    if text.vocab != symbols: text = text.with_vocab(symbols)
+    share, split = max((text.unknown(getattr(text, split)), split) for split in splits)
+    if share > .01:
+        warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in {split}, and '
+                      f'reads them as {text.mark!r}; do not compare its loss with that on other texts')
+    return text
 
 @contextlib.contextmanager
 def alone(
