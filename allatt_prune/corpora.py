@@ -6,18 +6,19 @@
 __all__ = ['SOURCES', 'NAMES', 'blocks', 'cache_folder', 'load_corpus']
 
 # %% ../nbs/11_corpora.ipynb #d92ded6f
-import collections, gzip, hashlib, io, itertools, json, lzma, os, re, secrets, sys, sysconfig, tempfile
-import logging, warnings, zipfile, zlib
+import collections, gzip, hashlib, io, itertools, json, logging, lzma, os, re, secrets, sys, sysconfig
+import tempfile, warnings, zipfile, zlib
 from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from . import data
 from .checkpoint import named, new_folder, read, seal, sweep, write_file
-from .data import Corpus, DataError, normalize, pydocs, shuffled, visible
+from .data import UNKNOWN, Corpus, DataError, normalize, pydocs, shuffled, symbol_ids
+from .data import visible
 
 # %% ../nbs/11_corpora.ipynb #9be8cca8
-def _open(path, member): # the bytes of a file, or of a zip archive's member: of that name, or the only one
+def _open(path, member): # the bytes of a file, or of a zip archive's member: the named or only one
     kind = path.suffix.lower()
     if kind != '.zip': return {'.gz': gzip.open, '.xz': lzma.open}.get(kind, open)(path, 'rb')
     archive = zipfile.ZipFile(path)
@@ -38,7 +39,7 @@ def blocks(
             try:
                 while block := text.read(size):
                     if '\0' in block:
-                        raise DataError(f'corpus={path}: a NUL in it, so it is no text; give a text file')
+                        raise DataError(f'corpus={path}: a NUL in it, so no text; give a text file')
                     yield block
             except UnicodeDecodeError as e:
                 at = f.tell() - len(e.object) + e.start
@@ -63,21 +64,22 @@ def _numbers(texts, unit, seen): # provisional numbers of a text that arrives in
             rest = rest[cut:]
     if rest: yield numbered(rest if rest.endswith('\n') else rest + '\n')
 
-def _vocabulary(train, later, seen, unit): # counts of provisional numbers in the training text and after it
-    ids = np.flatnonzero(train)
-    if unit == 'word': ids = ids[np.argsort(-train[ids], kind='stable')]
-    words, unknown = [*seen], '<unk>' if unit == 'word' else '\ufffd'
-    vocab = [words[i] if words else chr(i) for i in ids]
-    if later[train == 0].any() and unknown not in vocab: vocab.append(unknown)
-    number = vocab.index(unknown) if unknown in vocab else 0
-    table = np.full(len(train), number, np.min_scalar_type(len(vocab) - 1))
-    table[ids] = np.arange(len(ids))
+def _vocabulary(train, later, seen, unit, vocab, name): # counts of provisional numbers
+    words, ids = [*seen], np.flatnonzero(train)
+    def symbols(ids): return [words[i] if words else chr(i) for i in ids]
+    if vocab is None:
+        if unit == 'word': ids = ids[np.argsort(-train[ids], kind='stable')]
+        vocab = symbols(ids)
+        if later[train == 0].any() and UNKNOWN[unit] not in vocab: vocab.append(UNKNOWN[unit])
+    used = np.flatnonzero(train + later)
+    table = np.zeros(len(train), np.min_scalar_type(len(vocab) - 1))
+    table[used] = symbol_ids(symbols(used), vocab, unit, name)
     return vocab, table # symbols, and their numbers by provisional number
 
 # %% ../nbs/11_corpora.ipynb #2b069c51
 _FILES = 'ids.bin', 'vocab.json', 'corpus.json'
 
-def _prepare(parts, unit, folder, name, about): # pieces of three parts, or of one to be cut
+def _prepare(parts, unit, folder, name, about, vocab=None): # pieces of three parts, or of one to be cut
     seen, ends = collections.defaultdict(itertools.count().__next__), []
     bar = tqdm(desc=f'prepare {name}', unit=f' {unit}s', unit_scale=True, disable=None)
     with tempfile.TemporaryFile(dir=folder) as raw, bar:
@@ -92,38 +94,40 @@ def _prepare(parts, unit, folder, name, about): # pieces of three parts, or of o
             for i in range(start, stop, 2**22): yield np.fromfile(raw, '<u4', min(2**22, stop - i))
         none = np.zeros(len(seen) or sys.maxunicode + 1, int)
         def counts(*at): return sum((np.bincount(ids, minlength=len(none)) for ids in again(*at)), none)
-        vocab, table = _vocabulary(counts(0, ends[0]), counts(ends[0], n), seen, unit)
-        if not ''.join(w for w in vocab if w not in ('<eos>', '<unk>', '\ufffd')).strip():
+        train, later = counts(0, ends[0]), counts(ends[0], n)
+        words = [*seen]
+        kinds = {words[i] if words else chr(i) for i in np.flatnonzero(train)}
+        if not ''.join(kinds - {'<eos>', *UNKNOWN.values()}).strip():
             what = 'no text in it; give a file with some thousand words'
             if about['lost']: what = 'no text in it but letters outside a-z; give unit=raw to keep them'
             raise DataError(f'corpus={name}: {what}')
+        vocab, table = _vocabulary(train, later, seen, unit, vocab, name)
         with open(folder/'ids.bin', 'wb') as f: f.writelines(table[ids] for ids in again(0, n))
     write_file(folder/'vocab.json', json.dumps(vocab).encode())
     write_file(folder/'corpus.json', json.dumps([unit, ends, about]).encode())
     seal(folder, _FILES)
 
 # %% ../nbs/11_corpora.ipynb #0e9e56d9
-def _opened(folder, name): # the corpus in a prepared folder; None if it is not there, or not whole
+def _opened(folder, name, wanted=None): # a prepared corpus; None if not there, not whole, or other symbols
     try:
         vocab, (unit, ends, about) = (json.loads(read(folder, file, 'cache')) for file in _FILES[1:])
         ids = np.memmap(folder/'ids.bin', np.min_scalar_type(len(vocab) - 1), 'r')
     except (OSError, ValueError): return None # ValueError: an empty file
-    if len(ids) != ends[2]: return None
-    if os.environ.get('RANK', '0') == '0': _tell(name, unit, **about)
-    return Corpus(name, *np.split(ids, ends[:2]), vocab, unit, about['normal'])
+    if len(ids) != ends[2] or wanted not in (None, vocab): return None
+    corpus = Corpus(name, *np.split(ids, ends[:2]), vocab, unit, about['normal'])
+    if os.environ.get('RANK', '0') == '0': _tell(corpus, **about)
+    return corpus
 
-def _tell(name, unit, normal, files, left, characters, lost): # how the text was read
-    if not files: return                                       # a corpus that is known by its name
-    kind = dict(char='a-z and space', raw='all characters', word='words of a-z' if normal else 'words')[unit]
-    share = f'{lost / max(characters, 1):.1%} of the characters are letters or digits outside a-z and 0-9'
-    said = [f'corpus={name}: read as {unit} ({kind})', f'{files} file{"s" * (files > 1)}']
-    if left: said += ['left out ' + _counted(left)]
+def _tell(corpus, normal, folder, files, left, characters, lost): # what became of a text, unless it is a plain file
+    share = f'{lost / max(characters, 1):.1%} of its characters are letters or digits outside a-z, 0-9'
+    said = [f'corpus={corpus.name}: {files} file{"s" * (files != 1)}, read as {corpus.kind}']
+    if left: said += ['left out: ' + _counted(left)]
     if normal: said += [f'{share}, now spaces']
-    logging.getLogger('allatt_prune').info('; '.join(said))
+    if folder or lost: logging.getLogger('allatt_prune').info('; '.join(said))
     if lost > .05 * characters:
-        warnings.warn(f'corpus={name}: {share}, and were replaced by spaces; give unit=raw to keep them')
+        warnings.warn(f'corpus={corpus.name}: {share}, and were replaced by spaces; give unit=raw to keep them')
 
-def _counted(endings): return ', '.join(f'{n} {end or "without an ending"}' for end, n in endings.items())
+def _counted(endings): return ', '.join(f'{n} {end or "with no ending"}' for end, n in endings.items())
 
 # %% ../nbs/11_corpora.ipynb #f44fc6a9
 def _wiki(n): return [f'wikitext-{n}/wiki.{s}.tokens' for s in ('train', 'valid', 'test')]
@@ -163,7 +167,7 @@ def _fetched(name, cache, tmp): # the archive in the cache; it arrives in a temp
     return file
 
 # %% ../nbs/11_corpora.ipynb #6b56b92f
-def _splits(folder): # the three files of a folder that is cut already, and their unit; None for any other
+def _splits(folder): # the three files of a folder that is cut already, and their unit; else None
     for pattern, unit in (('wiki.{}.tokens', 'word'), ('{}.txt', 'char')):
         names = [pattern.format(s) for s in ('train', 'valid', 'test')]
         packed = [[folder/(name + end) for end in ('', '.gz', '.xz', '.zip')] for name in names]
@@ -174,7 +178,7 @@ def _splits(folder): # the three files of a folder that is cut already, and thei
 
 def _is_text(name): return re.search('[.](txt|md)([.](gz|xz|zip))?$', name, re.I)
 
-def _books(folder, raw): # all texts in a folder, in an order that packing does not change; endings of others
+def _books(folder, raw): # all texts in a folder, in an order that ignores packing; endings of others
     found, left = {}, collections.Counter()
     for p in sorted(folder.rglob('*')):
         name = p.relative_to(folder).as_posix()
@@ -200,7 +204,7 @@ def _find(name, raw): # files of one part or of three; their usual unit; are the
     raise ValueError(f'corpus={visible(name)}: neither a corpus ({names}) nor a file; give one of them')
 
 # %% ../nbs/11_corpora.ipynb #d91b3f58
-def _pieces(files, unit, book, about): # the text of one part; `about` counts what is read, lost, left out
+def _pieces(files, unit, book, about): # the text of one part; `about` counts what was read and lost
     for file, *member in files:
         texts, last = blocks(file, *member), ''
         if book:
@@ -244,20 +248,22 @@ def load_corpus(
     name_or_path: str|Path, # one of NAMES, or a file or folder of UTF-8 text
     cache: str|Path|None = None, # folder for downloads and prepared corpora, see `cache_folder`
     *, unit: str|None = None, # char, word or raw; None: words for WikiText and its file names, else char
-    normal: bool|None = None # normalize before splitting into words? None: only a folder of texts
+    normal: bool|None = None, # normalize before splitting into words? None: only a folder of texts
+    vocab: list[str]|None = None # symbols of a model; None: those of the training part
 ) -> Corpus: # its arrays are mapped into memory, not read
     "Text as integers: fetched and prepared the first time, opened after that."
     if unit not in (None, 'char', 'word', 'raw'):
         raise ValueError(f'unit={unit}: unknown; give char, word or raw')
     name, cache = str(name_or_path), cache_folder(cache)
     with named('corpus', name, 'check the path'):
-        parts, usual, book, left = _find(name, unit == 'raw')
+        parts, usual, many, left = _find(name, unit == 'raw')
         stamp, unit = _stamp(name, parts), unit or usual
-    normal = unit == 'char' or unit == 'word' and bool(book if normal is None else normal)
-    book = book or unit == 'word' and normal
-    key = json.dumps([4, unit, normal, book, stamp])           # 4: format of the folder
-    folder = cache/'prepared'/hashlib.sha256(key.encode()).hexdigest()
-    if corpus := _opened(folder, visible(name)): return corpus
+    normal = unit == 'char' or unit == 'word' and (many if normal is None else normal)
+    book = many or unit == 'word' and normal
+    keys = (json.dumps([4, unit, normal, many, stamp, v]) for v in (None, vocab)) # 4: format of the folder
+    plain, folder = (cache/'prepared'/hashlib.sha256(key.encode()).hexdigest() for key in keys)
+    for f in dict.fromkeys([plain, folder]):                   # the text's own symbols may be the model's
+        if corpus := _opened(f, visible(name), vocab): return corpus
     with named('cache', cache, 'choose another folder with cache or ALLATT_PRUNE_CACHE'):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(cache):
@@ -268,9 +274,9 @@ def load_corpus(
                 again = f'damaged; prepared again, delete {visible(aside)}'
                 warnings.warn(f'cache={visible(folder)}: {again}')
             with new_folder(folder, 'cache') as tmp:
-                about = dict(normal=normal, files=0, left={**left}, characters=0, lost=0)
+                about = dict(normal=normal, folder=many, files=0, left={**left}, characters=0, lost=0)
                 texts = _texts(name, parts, unit, book, about, lambda: _fetched(name, cache, tmp))
-                _prepare(texts, unit, tmp, visible(name), about)
+                _prepare(texts, unit, tmp, visible(name), about, vocab)
                 if _stamp(name, parts) != stamp:
                     raise DataError(f'corpus={name}: changed while it was read; try again')
     return _opened(folder, visible(name))

@@ -15,13 +15,13 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from . import checkpoint
 from .corpora import load_corpus
-from .data import Corpus, DataError, Streams, need, visible
+from .data import UNKNOWN, Corpus, DataError, Streams, need, visible
 from .gates import HeadGates, largest, output_scale
 from .model import DROPOUTS, LM
 from .recipe import Recipe
 from .remove import remove_heads
 from .report import measure, table, write_report
-from .resume import Processes, read_log, same_recipe, text_id, train, write_metrics
+from .resume import LOG, Processes, read_log, same_recipe, text_id, train, write_metrics
 from .timing import environment
 
 # %% ../nbs/16_run.ipynb #7b5a7884
@@ -133,18 +133,17 @@ def text_for(
     try:
         saved = json.loads(checkpoint.read(model, 'vocab.json'))
         own, symbols = saved['unit'], saved['symbols']
-        others = re.search('[^a-z ]', ''.join({*symbols} - {'<eos>', '<unk>', '\ufffd'}))
+        others = re.search('[^a-z ]', ''.join({*symbols} - {'<eos>', *UNKNOWN.values()}))
         normal = saved.get('normal', not others)               # older models were saved without it
     except (KeyError, TypeError, ValueError):
         raise OSError(f'checkpoint={model}: vocab.json is damaged; save it again') from None
     if own == 'char' and others: own = 'raw'                   # and before there was such a unit
     if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}; leave it out')
-    text = load_corpus(corpus, cache, unit=own, normal=normal)
-    if text.vocab != symbols: text = text.with_vocab(symbols)
+    text = load_corpus(corpus, cache, unit=own, normal=normal, vocab=symbols)
     share, split = max((text.unknown(getattr(text, split)), split) for split in splits)
     if share > .01:
         warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in {split}, and '
-                      f'reads them as {text.mark!r}; do not compare its loss with that on other texts')
+                      f'reads them as {UNKNOWN[own]!r}; do not compare its loss with that on other texts')
     return text
 
 @contextlib.contextmanager
@@ -221,6 +220,7 @@ def run(
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and world.rank == 0:
         _create(run_dir, baseline, **{'recipe.json': asdict(recipe), 'corpus.json': is_text})
+    if world.rank == 0: LOG.info(f'corpus={text.name}: read as {text.kind}')
     world.meet()
     if _stored(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
