@@ -108,7 +108,7 @@ def _prepare(parts, unit, folder, name, about, vocab=None): # pieces of three pa
     seal(folder, _FILES)
 
 # %% ../nbs/11_corpora.ipynb #0e9e56d9
-def _opened(folder, name, wanted=None): # a prepared corpus; None if not there, not whole, or other symbols
+def _opened(folder, name, wanted=None): # a prepared corpus, if it is there, whole, and as wanted
     try:
         vocab, (unit, ends, about) = (json.loads(read(folder, file, 'cache')) for file in _FILES[1:])
         ids = np.memmap(folder/'ids.bin', np.min_scalar_type(len(vocab) - 1), 'r')
@@ -118,14 +118,14 @@ def _opened(folder, name, wanted=None): # a prepared corpus; None if not there, 
     if os.environ.get('RANK', '0') == '0': _tell(corpus, **about)
     return corpus
 
-def _tell(corpus, normal, folder, files, left, characters, lost): # what became of a text, unless it is a plain file
+def _tell(corpus, normal, folder, files, left, characters, lost): # what became of a text
     share = f'{lost / max(characters, 1):.1%} of its characters are letters or digits outside a-z, 0-9'
     said = [f'corpus={corpus.name}: {files} file{"s" * (files != 1)}, read as {corpus.kind}']
     if left: said += ['left out: ' + _counted(left)]
     if normal: said += [f'{share}, now spaces']
     if folder or lost: logging.getLogger('allatt_prune').info('; '.join(said))
     if lost > .05 * characters:
-        warnings.warn(f'corpus={corpus.name}: {share}, and were replaced by spaces; give unit=raw to keep them')
+        warnings.warn(f'corpus={corpus.name}: {share}, and became spaces; give unit=raw to keep them')
 
 def _counted(endings): return ', '.join(f'{n} {end or "with no ending"}' for end, n in endings.items())
 
@@ -260,9 +260,9 @@ def load_corpus(
         stamp, unit = _stamp(name, parts), unit or usual
     normal = unit == 'char' or unit == 'word' and (many if normal is None else normal)
     book = many or unit == 'word' and normal
-    keys = (json.dumps([4, unit, normal, many, stamp, v]) for v in (None, vocab)) # 4: format of the folder
+    keys = (json.dumps([4, unit, normal, many, stamp, v]) for v in (None, vocab)) # 4: format
     plain, folder = (cache/'prepared'/hashlib.sha256(key.encode()).hexdigest() for key in keys)
-    for f in dict.fromkeys([plain, folder]):                   # the text's own symbols may be the model's
+    for f in dict.fromkeys([plain, folder]): # the text's own symbols may be the model's
         if corpus := _opened(f, visible(name), vocab): return corpus
     with named('cache', cache, 'choose another folder with cache or ALLATT_PRUNE_CACHE'):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -220,7 +220,7 @@ def run(
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and world.rank == 0:
         _create(run_dir, baseline, **{'recipe.json': asdict(recipe), 'corpus.json': is_text})
-    if world.rank == 0: LOG.info(f'corpus={text.name}: read as {text.kind}')
+    if world.rank == 0: LOG.info(f'corpus={visible(Path(text.name).name)}: read as {text.kind}')
     world.meet()
     if _stored(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
@@ -243,6 +243,8 @@ def _report(found, gates, keep, recipe, text, run_dir, device): # the rows
     log = read_log(run_dir)
     about = dict(recipe=asdict(recipe), corpus=visible(Path(text.name).name), unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'])
+    splits = (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
+    about['unknown'] = [text.unknown(ids[1:]) for ids in splits]
     try: write_report(run_dir, rows, about, keep, log['records'])
     except OSError as e: raise OSError(f'run_dir={run_dir}: report: {e.strerror or e}; mend that, then --resume') from e
     return rows

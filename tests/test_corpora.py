@@ -562,7 +562,7 @@ def test_the_text_of_a_run_is_read_again_as_it_was(home, caplog):
     for unit, name in (('word', 'p'), ('raw', 'p'), ('raw', 'p/one.txt')):
         folder = f"{unit}-{name.replace('/', '-')}"
         with caplog.at_level('INFO', 'allatt_prune'): main(f'train {TOY} --corpus {name} --unit {unit} --run-dir {folder}'.split())
-        assert f'corpus={name}: read as {unit} (' in caplog.text
+        assert f'corpus={Path(name).name}: read as {unit} (' in caplog.text
         caplog.clear()
         main(f'evaluate {folder}/baseline'.split())
         assert whole(text_for(f'{folder}/baseline', name)) == whole(load_corpus(name, unit=unit))
@@ -609,7 +609,7 @@ def test_letters_that_are_lost_are_counted(home, told, text, lost):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter('always')
                 load_corpus(name)
-            assert ours(said) == [f'corpus={name}: {line}, and were replaced by spaces; give unit=raw to keep them'] * (lost > .05)
+            assert ours(said) == [f'corpus={name}: {line}, and became spaces; give unit=raw to keep them'] * (lost > .05)
         assert [line in x for x in told()] == [True, True]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
