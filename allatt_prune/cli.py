@@ -56,9 +56,11 @@ def _to_prune(args, changes): # the recipe for a trained model
     recipe = adjusted(recipe, **shape | changes)
     for f in () if recipe.prune_dropout else changes.keys() & {*DROPOUTS}:
         need(not changes[f], f, changes[f], 'the recipe prunes without dropout', 'give --prune-dropout true, too')
-    text = text_for(args.model, recipe.corpus, args.cache, recipe.unit or None)
-    need(len(text.vocab) <= model.cfg.vocab, 'corpus', recipe.corpus, f'{len(text.vocab)} symbols, but the model knows '
-         f'{model.cfg.vocab}', 'give the corpus that the model was trained on')
+    if 'vocab' not in parts:                                   # else `run` reads the text in its symbols
+        n = len(load_corpus(recipe.corpus, args.cache, unit=recipe.unit or None).vocab)
+        if n > model.cfg.vocab:
+            raise ValueError(f'corpus={recipe.corpus}: {n} symbols, but the model knows {model.cfg.vocab}; '
+                             'give the corpus that the model was trained on')
     return recipe
 
 def _warn_if_crowded(): # threads that wait for each other
@@ -115,7 +117,7 @@ def _evaluate(args, changes):
     need(args.split in ('train', 'valid', 'test'), 'split', args.split, 'unknown', 'give train, valid or test')
     with parallel(args.device) as device:
         model, (_, parts) = LM.from_pretrained(args.model).to(device), checkpoint.load(args.model)
-        text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
+        text = text_for(args.model, _own_text(args, parts), args.cache, args.unit, (args.split,))
         if 'mem_len' in changes: model = model.with_memory(changes['mem_len'])
         z = HeadGates.from_pretrained(args.model).to(device)() if 'gates' in parts else None
         said = _reported(args.model)
@@ -124,7 +126,8 @@ def _evaluate(args, changes):
         ids = getattr(text, args.split)[:most or None]
         found = evaluate(model, ids, z, changes.get('batch', 1), world=Processes())
         if Processes().rank: return
-        print(f'{args.split} of {visible(Path(text.name).name)}: {found}')
+        name, unknown = visible(Path(text.name).name), text.unknown(ids[1:])
+        print(f'{args.split} of {name}: {found}, {unknown:.1%} of them unknown')
         if not said or args.split == 'train': return
         theirs, n = said[args.split], said['tokens'][args.split]
         alike = abs(found.as_usual(text.unit) - theirs) < 1e-4 * theirs
@@ -143,7 +146,7 @@ def _score(args, changes):
     if model.cfg.heads is not None:
         raise OSError(f'checkpoint={args.model}: heads were removed already; give a model with all of them')
     keep_mask(torch.zeros(model.cfg.n_layer, model.cfg.n_head), recipe.sparsity, recipe.per_layer) # what it refuses
-    text = text_for(args.model, _own_text(args, parts), args.cache, args.unit)
+    text = text_for(args.model, _own_text(args, parts), args.cache, args.unit, ('train',))
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
     scores = score(model, ids, recipe.method, **how)
@@ -152,7 +155,8 @@ def _score(args, changes):
     if 'gates' in parts and recipe.method != 'gate':
         warnings.warn(f'checkpoint={args.model}: its gates were left aside; heads were scored as if all were open')
     _print_scores(scores, keep)
-    print(f'\n{recipe.method} of each head, from {len(ids):,} {text.unit}s of {text.name}, higher is more important; '
+    print(f'\n{recipe.method} of each head, from {len(ids):,} {text.units} of {text.name}, '
+          f'{text.unknown(ids):.1%} of them unknown; higher is more important; '
           f'in brackets: the {(~keep).sum()} of {keep.numel()} heads that go at sparsity {recipe.sparsity:g}' +
           ', per layer' * recipe.per_layer +
           f', in {recipe.rounds} rounds; these are the scores of the first' * (recipe.rounds > 1))
@@ -162,10 +166,10 @@ def _number(args, name, kind): # an option that is no setting
     except ValueError: raise ValueError(f'{name}={getattr(args, name)}: not {kind.__name__}; give one') from None
 
 def _encoded(prompt, unit, symbols, name): # (1 t) ids of a text
-    pieces = list(prompt) if unit == 'char' else prompt.replace('\n', ' <eos> ').split()
+    pieces = prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt)
     number = {s: i for i, s in enumerate(symbols)}
-    ids = [number.get(s, number.get('\ufffd' if unit == 'char' else '<unk>')) for s in pieces]
-    new, known = next((s for s, i in zip(pieces, ids) if i is None), None), ''.join(symbols) if unit == 'char' else ''
+    ids = [number.get(s, number.get('<unk>' if unit == 'word' else '\ufffd')) for s in pieces]
+    new, known = next((s for s, i in zip(pieces, ids) if i is None), None), '' if unit == 'word' else ''.join(symbols)
     need(new is None, 'prompt', prompt[:50], f'{name} does not know {new!r}', f'give text of {known!r}')
     return torch.tensor([ids or [number.get('<eos>', number.get(' ', 0))]])
 
@@ -180,7 +184,7 @@ def _sample(args, changes):
     torch.manual_seed(changes.get('seed', 0))
     for new in itertools.chain([ids], model.write(ids, n, temperature, z, top_k)):
         words = [symbols[k] for k in new[0].tolist()]
-        text = ''.join(words) if unit == 'char' else ' '.join(words).replace('<eos>', '\n') + ' '
+        text = ' '.join(words).replace('<eos>', '\n') + ' ' if unit == 'word' else ''.join(words)
         print(text, end='', flush=True)
     print()
 
@@ -194,7 +198,7 @@ def _time(args, changes):
 def _download(args, _):
     text = load_corpus(args.corpus, args.cache, unit=args.unit)
     sizes = ' / '.join(f'{len(ids):,}' for ids in (text.train, text.valid, text.test))
-    print(visible(f'{args.corpus}: {sizes} {text.unit}s, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
+    print(visible(f'{args.corpus}: {sizes} {text.units}, {len(text.vocab):,} symbols, in {cache_folder(args.cache)}'))
 
 # %% ../nbs/26_cli.ipynb #1590acf3
 def _run(argv):

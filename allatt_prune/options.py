@@ -70,7 +70,7 @@ def parser(
     add = _command(jobs, 'evaluate', 'score a text with a saved model', usage=' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
     add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
-    add('--unit', 'char or word (default: that of the model)')
+    add('--unit', 'char, word or raw (default: that of the model)')
     add('--split', 'train, valid or test (default: valid)', default='valid')
     add('--tokens', 'of the split, from its beginning; 0: all (default: as in the report of the model, or all)')
     add('--batch', 'streams; more is faster, but each begins without memory (default: 1)', metavar='int')
@@ -78,7 +78,7 @@ def parser(
     add = _command(jobs, 'score', 'score the heads of a trained model', SCORING, ' MODEL', docs=DOCS | SCORES, **SCORED)
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/baseline')
     add('--corpus', 'name, file or folder (default: that of the model if it is here, or pydocs)')
-    add('--unit', 'char or word (default: that of the model)')
+    add('--unit', 'char, word or raw (default: that of the model)')
     add = _command(jobs, 'sample', 'let a model write', ['seed'], ' MODEL')
     add('model', 'name or folder of the model, as tiny-books or runs/tiny/pruned')
     add('--prompt', 'text to go on with; - for that of the input (default: none)', default='')
@@ -92,7 +92,7 @@ def parser(
     add('--dtype', 'of the matrix products (default: float32)', choices=['float32', 'bfloat16'], default='float32')
     add = _command(jobs, 'download', 'fetch and prepare a corpus', usage=' CORPUS')
     add('corpus', 'pydocs, a benchmark, as wikitext-103, or a file or folder')
-    add('--unit', 'char or word')
+    add('--unit', 'char (a-z and space), word, or raw (all characters)')
     return p
 
 # %% ../nbs/25_options.ipynb #6e054f29

@@ -46,7 +46,7 @@ class Recipe(LMConfig):
     score_tokens: int = 10_000 # tokens of training text that a score reads
     repair: str = 'nothing' # what is done, without training, about heads that a score removed
     corpus: str = 'text8' # name or path of the text, §4.1.1
-    unit: str = '' # char or word; empty: what the corpus usually is read in
+    unit: str = '' # char (a-z and space), word, or raw (all characters); empty: what the corpus usually is
     dtype: str = 'float32' # or bfloat16, for the matrix products of training (autocast)
     log_every: int = 100 # steps between records
     save_every: int = 1000 # steps between checkpoints; 0: only at the end and at a signal
@@ -60,7 +60,7 @@ class Recipe(LMConfig):
         self.corpus = str(self.corpus)                         # a Path, too
         super().__post_init__()
         known = dict(optimizer=('lamb', 'adamw'), gate_optimizer=('lamb', 'adam'), dtype=('float32', 'bfloat16'),
-                     unit=('', 'char', 'word'))
+                     unit=('', 'char', 'word', 'raw'))
         for f, those in known.items():
             need(getattr(self, f) in those, f, getattr(self, f), 'unknown', f"give {' or '.join(filter(None, those))}")
         for f in ('sparsity', 'teacher'): need(getattr(self, f) <= 1, f, getattr(self, f), 'not a share', 'give 0 to 1')

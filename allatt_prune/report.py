@@ -191,12 +191,12 @@ def _png(fig):
 def write_report(
     run_dir: Path,
     rows: list[dict], # from `measure`
-    about: dict, # recipe, corpus, unit, vocab, tokens, environment, seconds
+    about: dict, # recipe, corpus, unit, vocab, tokens, environment, seconds; unknown: shares of the tokens
     keep: Tensor|None = None, # (l h) heads that stayed; None: none were chosen
     records: list[dict] = () # of all phases
 ):
     "report.md, report.json, figures, model cards."
-    r, unit, gated = about['recipe'], about['unit'], [rec for rec in records if rec['phase'] == 'gated']
+    r, unit, gated = about['recipe'], 'word' if about['unit'] == 'word' else 'character', [rec for rec in records if rec['phase'] == 'gated']
     figures = {'training.png': _png(plot_training(records, unit))} if records else {}
     said = [f"Seed {r['seed']}, {r['steps']:,} steps, then {r['prune_steps']:,} for every other model."]
     if r['teacher']: said += [f"All but the baseline learned from it, too: weight {r['teacher']:g}."]
@@ -211,9 +211,11 @@ def write_report(
         probs, steps = ([rec[k] for rec in seen] for k in ('open_prob', 'step'))
         if seen: figures['gates.png'] = _png(plot_gates(probs, steps, r['gate_steps']))
         if r['sizes']: figures['front.png'] = _png(plot_front(rows))
+    unknown = ' and '.join(f'{share:.1%}' for share in about.get('unknown', []))
+    unknown = unknown and f', {unknown} of them unknown to the model'
     said += [f"A segment is {r['batch']} streams of {r['seg_len']} {unit}s with a full memory; "
              '± is half the distance between the quartiles.',
-             f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream; "
+             f"Validation is over {about['tokens'][0]:,} {unit}s and test over {about['tokens'][1]:,}, in one stream{unknown}; "
              f"vocabulary {about['vocab']}."]
     given = records and all(rec['phase'] != 'baseline' for rec in records) # then it was trained elsewhere
     line = command_of(Recipe(**r), str(run_dir/'baseline') if given else None)

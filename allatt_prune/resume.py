@@ -198,9 +198,9 @@ def _begin(t, log, resume, world): # the state and the records to go on from
                               'or another folder')
 
 # %% ../nbs/12_resume.ipynb #92d8787a
-def usual(nats: float, unit: str) -> str: # of text in 'char's or 'word's
+def usual(nats: float, unit: str) -> str: # char, word or raw
     "A loss in the unit of the tables."
-    return f'{nats / math.log(2):.3f} bpc' if unit == 'char' else f'{math.exp(min(nats, 700)):.2f} ppl'
+    return f'{math.exp(min(nats, 700)):.2f} ppl' if unit == 'word' else f'{nats / math.log(2):.3f} bpc'
 
 LOG = logging.getLogger('allatt_prune')
 

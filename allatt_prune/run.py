@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 from . import checkpoint
 from .corpora import load_corpus
-from .data import Corpus, DataError, Streams, need, visible
+from .data import UNKNOWN, Corpus, DataError, Streams, need, visible
 from .gates import HeadGates, largest, output_scale
 from .model import DROPOUTS, LM
 from .recipe import Recipe
 from .remove import remove_heads
 from .report import measure, table, write_report
-from .resume import Processes, read_log, same_recipe, text_id, train, write_metrics
+from .resume import LOG, Processes, read_log, same_recipe, text_id, train, write_metrics
 from .timing import environment
 
 # %% ../nbs/16_run.ipynb #7b5a7884
@@ -49,7 +49,8 @@ def run_pipeline(
     from allatt_prune.distill import Distill                   # here, as few runs have a teacher
     world, found, gates, keep, how = Processes(), {}, None, None, {}
     gating = gating or (lambda r: (replace(r, sparsity=0., sizes=[]).gates(), {}))
-    kept = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
+    kept = dict(vocab=dict(unit=corpus.unit, normal=corpus.normal, symbols=corpus.vocab),
+                recipe=asdict(recipe))
     def new(name): # the model, and which heads it has
         if name.startswith('pruned-'): return next(front(found['gated'], gates, [int(name.split('-')[1])]))
         if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
@@ -124,17 +125,27 @@ def stored_recipe(
 
 def text_for(
     model: str|Path|None, # folder or name of a saved model; None, or not there: the symbols are those of the text
-    corpus: str|Path, cache: str|Path|None = None, unit: str|None = None # as for `load_corpus`
+    corpus: str|Path, cache: str|Path|None = None, unit: str|None = None, # as for `load_corpus`
+    splits: tuple = ('train', 'valid', 'test') # which will be used
 ) -> Corpus:
-    "A corpus in the symbols that a model knows."
+    "A corpus in a model's symbols, read as the model's own text was. Warns if more than 1 % of them are unknown."
     if model is None or not checkpoint.place(model).exists() or 'vocab.json' not in checkpoint.verify(model):
         return load_corpus(corpus, cache, unit=unit)
-    try: known, symbols = map(json.loads(checkpoint.read(model, 'vocab.json')).__getitem__, ('unit', 'symbols'))
+    try:
+        saved = json.loads(checkpoint.read(model, 'vocab.json'))
+        own, symbols = saved['unit'], saved['symbols']
+        others = re.search('[^a-z ]', ''.join({*symbols} - {'<eos>', *UNKNOWN.values()}))
+        normal = saved.get('normal', not others)               # older models were saved without it
     except (KeyError, TypeError, ValueError):
         raise OSError(f'checkpoint={model}: vocab.json is damaged; save it again') from None
-    need(unit in (None, known), 'unit', unit, f'the model was made for a text in {known}s', 'leave it out')
-    text = load_corpus(corpus, cache, unit=known)
-    return text if text.vocab == symbols else text.with_vocab(symbols)
+    if own == 'char' and others: own = 'raw'                   # and before there was such a unit
+    if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}; leave it out')
+    text = load_corpus(corpus, cache, unit=own, normal=normal, vocab=symbols)
+    share, split = max((text.unknown(getattr(text, split)), split) for split in splits)
+    if share > .01:
+        warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in {split}, and '
+                      f'reads them as {UNKNOWN[own]!r}; do not compare its loss with that on other texts')
+    return text
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path):
@@ -203,6 +214,7 @@ def run(
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if not resume and world.rank == 0:
         _create(run_dir, baseline, **{'recipe.json': asdict(recipe), 'corpus.json': is_text})
+    if world.rank == 0: LOG.info(f'corpus={visible(Path(text.name).name)}: read as {text.kind}')
     world.meet()
     if _stored(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
@@ -225,6 +237,8 @@ def _report(found, gates, keep, recipe, text, run_dir, device): # the rows
     log = read_log(run_dir)
     about = dict(recipe=asdict(recipe), corpus=visible(Path(text.name).name), unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'])
+    splits = (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
+    about['unknown'] = [text.unknown(ids[1:]) for ids in splits]
     try: write_report(run_dir, rows, about, keep, log['records'])
     except OSError as e: raise OSError(f'run_dir={run_dir}: report: {e.strerror or e}; mend that, then --resume') from e
     return rows

@@ -171,9 +171,9 @@ class Score(float):
     def perplexity(self) -> float:
         "Exponential of the nats."
         return math.exp(min(self, 700.))
-    def as_usual(self, unit: str) -> float: # 'char' or 'word'
+    def as_usual(self, unit: str) -> float: # char, word or raw
         "What papers report: bits per character, or perplexity per word."
-        return self.bits if unit == 'char' else self.perplexity
+        return self.perplexity if unit == 'word' else self.bits
     def __str__(self):
         return (f'{float(self):.4f} nats, {self.bits:.4f} bits, perplexity {self.perplexity:.2f} '
                 f'over {self.tokens:,} tokens')

@@ -334,7 +334,7 @@ def test_what_a_model_says_of_itself_is_kept(folder):
     own = ['--recipe', 'best', *TOY, '--corpus', 'own.txt', '--score-tokens', '2000', '--run-dir', 'b']
     assert command('train', *own, cwd=folder).returncode == 0
     said = command('score', 'b/baseline', '--method', 'random', cwd=folder)
-    assert 'chars of own' in said.stdout and said.stderr == '', said                  # the text of its run
+    assert 'characters of own' in said.stdout and said.stderr == '', said                  # the text of its run
     for wish, kept in ((['--sparsity', '.5'], 4), (['--method', 'gradient'], 5)):
         done = command('prune', 'b/baseline', *wish, '--run-dir', f'b{kept}', cwd=folder)
         assert done.returncode == 0 and f'| pruned | {kept}/8 |' in done.stdout, done.stderr
