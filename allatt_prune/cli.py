@@ -13,15 +13,14 @@ import torch
 from . import checkpoint
 from .corpora import NAMES, cache_folder, load_corpus
 from .data import DataError, need, visible
-from . import generate                              # LM learns to write
 from .gates import HeadGates
-from .importance import METHODS, choose_heads, keep_mask, score
+from .importance import METHODS, keep_mask, score
 from .model import DROPOUTS, LM
 from .options import FIELDS, JOBS, SCORED, SCORING, SHAPE, convert, parser
 from .recipe import SETTINGS, Recipe, adjusted, get_recipe
 from .repair import chooser
 from .report import explained, markdown, table
-from .resume import LOG, Processes, Stopped
+from .resume import LOG, Processes, Progress, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, text_for
 from .sparsity import gates_for
 from .timing import time_recipe
@@ -124,7 +123,9 @@ def _evaluate(args, changes):
         most = _number(args, 'tokens', int) if args.tokens is not None else said['most'] if said else 0
         need(most == 0 or most > 1, 'tokens', most, 'nothing to predict', 'give 2 or more, or 0 for all')
         ids = getattr(text, args.split)[:most or None]
-        found = evaluate(model, ids, z, changes.get('batch', 1), world=Processes())
+        bar = Progress('evaluation', len(ids) // Processes().size, show=Processes().rank == 0)
+        found = evaluate(model, ids, z, changes.get('batch', 1), world=Processes(), after=lambda n: bar.update(n=n))
+        bar.close()
         if Processes().rank: return
         name, unknown = visible(Path(text.name).name), text.unknown(ids[1:])
         print(f'{args.split} of {name}: {found}, {unknown:.1%} of them unknown')
@@ -150,16 +151,14 @@ def _score(args, changes):
     ids = text.train[:recipe.score_tokens]
     how = dict(seed=recipe.seed, gates=HeadGates.from_pretrained(args.model) if recipe.method == 'gate' else None)
     scores = score(model, ids, recipe.method, **how)
-    keep = choose_heads(model, ids, recipe.method, recipe.sparsity, per_layer=recipe.per_layer, rounds=recipe.rounds,
-                        **how)
+    keep = keep_mask(scores, recipe.sparsity, recipe.per_layer)
     if 'gates' in parts and recipe.method != 'gate':
         warnings.warn(f'checkpoint={args.model}: its gates were left aside; heads were scored as if all were open')
     _print_scores(scores, keep)
     print(f'\n{recipe.method} of each head, from {len(ids):,} {text.units} of {text.name}, '
           f'{text.unknown(ids):.1%} of them unknown; higher is more important; '
           f'in brackets: the {(~keep).sum()} of {keep.numel()} heads that go at sparsity {recipe.sparsity:g}' +
-          ', per layer' * recipe.per_layer +
-          f', in {recipe.rounds} rounds; these are the scores of the first' * (recipe.rounds > 1))
+          ', per layer' * recipe.per_layer)
 
 def _number(args, name, kind): # an option that is no setting
     try: return kind(getattr(args, name))

@@ -8,11 +8,11 @@ __all__ = ['METHODS', 'REPAIRS', 'attention_statistics', 'output_difference', 'g
            'text_batches']
 
 # %% ../nbs/23_hf.ipynb #7a93be8a
-import base64, io, math
+import base64, math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-import torch, torch.nn.functional as F
+import safetensors.torch, torch, torch.nn.functional as F
 from einops import rearrange, reduce, repeat
 from torch import nn, Tensor
 from .data import need
@@ -23,6 +23,7 @@ from .hf_models import (ARCHITECTURES, TASKS, attentions, by_head, check_version
 from .importance import STATISTICS, evaluating, known_name
 from .remove import unwrapped
 from .repair import least_squares_fit, mean_fit
+from .resume import pack, unpack
 from .softmax import wide
 
 # %% ../nbs/23_hf.ipynb #61b7c1dd
@@ -255,18 +256,20 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
     ):
         self.gates, self.penalty, self.gate_steps = gates, penalty, gate_steps
         self.optimizer = torch.optim.Adam(gates.parameters(), lr)
-        self.parts = dict(gates=gates, optimizer=self.optimizer)
+        self.parts = nn.ModuleDict(dict(gates=gates))
         if isinstance(penalty, nn.Module): self.parts['penalty'] = penalty
-    def state(self): # what the Trainer writes into a checkpoint
-        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file := io.BytesIO())
-        return dict(args={}, attributes=dict(parts=base64.b64encode(file.getvalue()).decode()))
+    def state(self): # what the Trainer writes into a checkpoint, as JSON
+        tensors, rest = pack(self.optimizer)
+        parts = {name: x.cpu().contiguous() for name, x in (self.parts.state_dict() | tensors).items()}
+        tensors = base64.b64encode(safetensors.torch.save(parts)).decode()
+        return dict(args={}, attributes=dict(tensors=tensors, optimizer=rest))
     def _restore(self, state):
         kept = state.stateful_callbacks.get(type(self).__name__)
         if not kept:
             raise ValueError('resume_from_checkpoint: no gates in it; give one saved with GateCallback')
-        file = io.BytesIO(base64.b64decode(kept['attributes']['parts']))
-        saved = torch.load(file, 'cpu', weights_only=True)
-        for name, part in self.parts.items(): part.load_state_dict(saved[name])
+        saved = safetensors.torch.load(base64.b64decode(kept['attributes']['tensors']))
+        self.parts.load_state_dict({name: saved.pop(name) for name in self.parts.state_dict()})
+        unpack(self.optimizer, saved, kept['attributes']['optimizer'])
         self.gates.requires_grad_(not self.gates.frozen)
     def on_init_end(self, args, state, control, **how):
         if args.restore_callback_states_from_checkpoint:

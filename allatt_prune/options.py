@@ -16,7 +16,7 @@ from .recipe import GIVEN, RECIPES, SETTINGS, Recipe
 # %% ../nbs/25_options.ipynb #026a5ee1
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings that matter for time
 JOBS = 'run train prune evaluate score sample time download'.split()
-SCORING = 'method sparsity per_layer rounds score_tokens seed'.split() # settings of scores
+SCORING = 'method sparsity per_layer score_tokens seed'.split() # settings of scores
 FIELDS = {f.name: f for f in fields(Recipe)}
 DOCS = docments(Recipe) | docments(LMConfig) # the comment beside each
 KINDS = {list: 'int,int,...'} # what a type is called, if not by its name

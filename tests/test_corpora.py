@@ -670,7 +670,7 @@ def trained(home, capfd):
 def test_evaluate(trained, capfd):
     def says(line): main(f'evaluate {line}'.split()); return capfd.readouterr().out
     n = len(load_corpus('a.txt').test) - 1
-    one, pruned, many = says('r/gated --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test'), says('r/baseline --corpus a.txt --split test --batch 7')
+    one, pruned, many = says('r/gated --corpus a.txt --split test'), says('r/pruned --corpus a.txt --split test'), says('r/baseline --corpus a.txt --split test --batch 60')
     assert one.startswith('test of a.txt: ') and f'over {n:,} tokens' in one and f'over {n:,} tokens' in many
     assert abs(float(one.split()[3]) - float(pruned.split()[3])) < 2e-4
     assert many.split()[3] != says('r/baseline --corpus a.txt --split test').split()[3]
