@@ -4,7 +4,7 @@ from pathlib import Path
 
 SERVER = '''
 import json, os, runpy, signal, sys, traceback
-import matplotlib.pyplot, torch._dynamo, allatt_prune.cli
+import matplotlib.pyplot, torch._dynamo, allatt_prune.engine.cli
 
 def run(args, cwd, env, files):
     signal.alarm(300)

@@ -2,7 +2,7 @@
 import errno, fcntl, hashlib, os, shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
-from allatt_prune.checkpoint import copy, load, lock, new_folder, newest, read, save, save_step, seal, sweep, verify, write_file
+from allatt_prune.engine.checkpoint import copy, load, lock, new_folder, newest, read, save, save_step, seal, sweep, verify, write_file
 from allatt_prune.model import LM, LMConfig
 
 def state(folder): return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}

@@ -3,8 +3,8 @@ import errno, json, math, os, pickle, re, shlex, shutil, signal, subprocess, sys
 from dataclasses import asdict
 from pathlib import Path
 import pytest, torch
-from allatt_prune import checkpoint
-from allatt_prune.cli import main
+from allatt_prune.engine import checkpoint
+from allatt_prune.engine.cli import main
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM, LMConfig
 from forks import command
@@ -217,7 +217,7 @@ def test_names_that_are_no_text_and_terminals_that_know_no_signs(folder):
 
 def test_a_full_disk_without_a_name(monkeypatch, capsys):
     def full(*args, **how): raise OSError(errno.ENOSPC, 'No space left on device')
-    monkeypatch.setattr('allatt_prune.cli.load_corpus', full)
+    monkeypatch.setattr('allatt_prune.engine.cli.load_corpus', full)
     with pytest.raises(SystemExit) as end: main(['download', 'pydocs'])
     assert (end.value.code, capsys.readouterr().err) == (1, 'allatt-prune: error: system=ENOSPC: No space left on device; make room\n')
 
@@ -419,7 +419,8 @@ def test_every_head_may_go(folder):
     assert '| pruned | 0/8 |' in done.stdout
 
 def test_help_names_what_there_is():
-    from allatt_prune import importance, options, repair
+    from allatt_prune import importance, repair
+    from allatt_prune.engine import options
     assert options.NAMES == dict(method=[*importance.METHODS], repair=[*repair.REPAIRS])
 
 def test_schedules_that_contradict_themselves_are_refused_first(folder):

@@ -5,12 +5,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 import numpy as np, pytest
 from hypothesis import given, settings, strategies as st
-from allatt_prune import checkpoint, corpora
-from allatt_prune.cli import main
-from allatt_prune.corpora import blocks, load_corpus
+from allatt_prune.engine import checkpoint, corpora
+from allatt_prune.engine.cli import main
+from allatt_prune.engine.corpora import blocks, load_corpus
 from allatt_prune.data import Corpus, DataError, normalize
 from allatt_prune.model import LM, LMConfig
-from allatt_prune.run import text_for
+from allatt_prune.engine.run import text_for
 from allatt_prune.train import evaluate, get_recipe, train
 
 SPLITS = 'train', 'valid', 'test'
@@ -192,8 +192,8 @@ def test_text8(home, server, monkeypatch):
 # several processes, and killed ones
 
 def process(home, server, *argv, body=GOOD): # the command, in its own process, with the local server
-    code = (f'import allatt_prune.corpora as c; c.SOURCES["wikitext-2"] = {source(server, "wikitext-2", body)!r}\n'
-            f'from allatt_prune.cli import main; main({argv!r})')
+    code = (f'import allatt_prune.engine.corpora as c; c.SOURCES["wikitext-2"] = {source(server, "wikitext-2", body)!r}\n'
+            f'from allatt_prune.engine.cli import main; main({argv!r})')
     return subprocess.Popen([sys.executable, '-c', code], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def test_several_processes_download_once(home, server):

@@ -1,11 +1,11 @@
 "Losses, scores and teachers in half precision against float64 sums over the same numbers."
 import pytest, torch, torch.nn.functional as F
-from allatt_prune.corpora import load_corpus
+from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.distill import Distill, last_hidden
 from allatt_prune.importance import METHODS, score
 from allatt_prune.model import LM, LMConfig
-from allatt_prune.recipe import get_recipe
-from allatt_prune.sparsity import gates_for
+from allatt_prune.config import get_recipe
+from allatt_prune.targets import gates_for
 from allatt_prune.train import evaluate, train_steps
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)

@@ -2,7 +2,7 @@
 import json, os
 import pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
 from allatt_prune.model import LM, LMConfig
-from allatt_prune.resume import Processes
+from allatt_prune.engine.resume import Processes
 from allatt_prune.train import evaluate
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, cutoffs=[10, 20])

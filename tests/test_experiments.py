@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
-from allatt_prune.cli import main
-from allatt_prune.run import stored_recipe
-from allatt_prune.study import SMALL, command
+from allatt_prune.engine.cli import main
+from allatt_prune.engine.run import stored_recipe
+from allatt_prune.experiment import SMALL, command
 from allatt_prune.train import get_recipe
 
 FOLDER = Path(__file__).parent.parent/'nbs'/'experiments'
-NOTEBOOKS = sorted(FOLDER.glob('[!_]*.ipynb')) # _: not run yet
+NOTEBOOKS = sorted(p for p in FOLDER.glob('[!_]*.ipynb') if p.stem != 'experiment') # _: not run yet
 RESULTS = {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in (FOLDER.parent/'results').glob('*.json')}
 
 def printed(cell): # texts; figures are not compared

@@ -1,6 +1,7 @@
 "Fused attention where it can break: compiled, without its kernels, at a GPU's call."
 import pytest, torch
-from allatt_prune import attention, fused
+from allatt_prune import attention
+from allatt_prune.engine import fused
 
 def inputs(b=2, h=3, t=70, s=110, m=40, n=30, d=16, dtype=torch.float64):
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest, torch
 transformers = pytest.importorskip('transformers')
 from allatt_prune import hf
 from allatt_prune.gates import HeadGates
-from allatt_prune.sparsity import SubsetGates, Target, TargetGates
+from allatt_prune.targets import SubsetGates, Target, TargetGates
 
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, max_position_embeddings=40, pad_token_id=0)
 KINDS = dict(

@@ -7,14 +7,14 @@ import allatt_prune
 def python(*args): return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent)
 
 COMMANDS = [sys.executable, '-m', 'allatt_prune'], [str(Path(sys.executable).with_name('allatt-prune'))]
-SLOW = 'torch', 'matplotlib', 'safetensors', 'pooch', 'allatt_prune.cli'
+SLOW = 'torch', 'matplotlib', 'safetensors', 'pooch', 'allatt_prune.engine.cli'
 
 @pytest.mark.parametrize('command', COMMANDS, ids=['module', 'script'])
 @pytest.mark.parametrize('asked', ['--help', '-h', 'run --help', 'prune tiny-books --help', 'time -h', 'download --help'])
 def test_help_comes_without_slow_libraries(command, asked):
     done = subprocess.run([*command, *asked.split()], capture_output=True, text=True, timeout=300, env=os.environ | dict(PYTHONPROFILEIMPORTTIME='1'))
     loaded = {line.split('|')[-1].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0 and done.stdout.startswith('usage: allatt-prune') and 'allatt_prune.options' in loaded, done.stderr[-500:]
+    assert done.returncode == 0 and done.stdout.startswith('usage: allatt-prune') and 'allatt_prune.engine.options' in loaded, done.stderr[-500:]
     assert not loaded & set(SLOW)
 
 def test_a_mistake_beside_help_is_still_one_line():
@@ -27,7 +27,7 @@ def cpu_seconds(code): # of a process, beside what the system does for it
     return float(done.stdout)
 
 def test_importing_takes_less_than_two_seconds_beyond_torch():
-    for what in ('allatt_prune', 'allatt_prune.cli'):
+    for what in ('allatt_prune', 'allatt_prune.engine.cli'):
         assert min(cpu_seconds(f'import {what}') for _ in range(3)) - min(cpu_seconds('import torch') for _ in range(3)) < 2
 
 NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='corpora', get_recipe='recipe', train='train', evaluate='train', remove_heads='remove')
@@ -62,7 +62,8 @@ def each_in_a_new_process(codes): # which has loaded PyTorch, but nothing of our
     done = python('-c', FORKS, json.dumps(codes))
     assert (done.returncode, done.stdout) == (0, ''), done.stdout + done.stderr
 
-MODULES = [p.stem for p in Path(allatt_prune.__file__).parent.glob('[a-z]*.py') if p.stem not in ('hf', 'hf_models')]
+HOME = Path(allatt_prune.__file__).parent
+MODULES = ['.'.join(p.relative_to(HOME).with_suffix('').parts) for p in HOME.rglob('[a-z]*.py') if p.stem not in ('hf', 'hf_models')]
 
 def test_the_first_import_may_be_any():
     assert len(MODULES) > 20
@@ -76,5 +77,5 @@ from allatt_prune.train import evaluate
 assert callable(train) and allatt_prune.train is train and train.__module__ == 'allatt_prune.train'""".splitlines()
 
 def test_train_is_the_function_whatever_is_imported_first():
-    firsts = *ORDERS[:3], 'import allatt_prune', 'import allatt_prune.resume', 'import allatt_prune.cli'
+    firsts = *ORDERS[:3], 'import allatt_prune', 'import allatt_prune.engine.resume', 'import allatt_prune.engine.cli'
     each_in_a_new_process(['\n'.join([first, *ORDERS, ORDERS[0], ORDERS[3]]) for first in firsts])

@@ -7,7 +7,7 @@ from allatt_prune.importance import METHODS, attention_statistics, choose_heads,
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import REPAIRS
-from allatt_prune.sparsity import TargetGates
+from allatt_prune.targets import TargetGates
 from allatt_prune.train import evaluate
 
 KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]), memoryless=dict(mem_len=0), zeros=dict(zero_memory=True),

@@ -21,15 +21,22 @@ class TestNotebook:
         assert not re.search(r'(?<![\w:/.<])/(?:home|root|tmp|work|Users)/', out)
     def test_is_small(self, path): assert path.stat().st_size < 200_000
 
+ABOVE = 'engine/run', 'engine/options', 'engine/cli' # they put all floors together
+
 def test_imports_point_backwards():
-    order = [p.stem for p in NOTEBOOKS if re.match(r'\d\d_', p.stem)]
-    rank, seen = {name[3:]: i for i, name in enumerate(order)}, []
-    for name, i in rank.items():
+    floors = [p.relative_to(ROOT/'nbs') for floor in ('method', 'engine', 'beyond') for p in sorted((ROOT/'nbs'/floor).glob('*.ipynb'))]
+    names = [f"{'engine/' * (p.parts[0] == 'engine')}{p.stem[3:]}" for p in floors]
+    order, seen = sorted(names, key=lambda name: name in ABOVE), []
+    for i, name in enumerate(order):
         source = (ROOT/'allatt_prune'/f'{name}.py').read_text(encoding='utf-8')
-        others = re.findall(r'^from \.(\w+) import', source, re.M) + [x for line in re.findall(r'^from \. import (.+)', source, re.M) for x in line.split(', ')]
-        for other in others: assert rank.get(other, -1) < i, f'{name} imports {other}'
-        seen += others
-    assert {'data', 'fused', 'timing'} <= set(seen)
+        for dots, home, listed in re.findall(r'^from (\.+)([\w.]*) import (.+)', source, re.M):
+            base = 'engine/' if name.startswith('engine/') and dots == '.' else ''
+            home = base + home.replace('.', '/')
+            others = [home] if home and home != 'engine' else [f"{'engine/' * (home == 'engine') + base}{x.strip()}" for x in listed.split(',')]
+            for other in others:
+                if other in order: assert order.index(other) < i, f'{name} imports {other}'
+                seen.append(other)
+    assert {'data', 'engine/fused', 'timing'} <= set(seen)
 
 def test_notebook_links_exist():
     for path in NOTEBOOKS:
@@ -37,7 +44,7 @@ def test_notebook_links_exist():
         for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|svg|json|md))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
 
 def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
-    from allatt_prune.run import table
+    from allatt_prune.engine.run import table
     recorded = json.loads((ROOT/'nbs'/'results'/'tiny.json').read_text(encoding='utf-8'))
     readme = (ROOT/'README.md').read_text(encoding='utf-8')
     for r in recorded['rows']:
@@ -47,7 +54,7 @@ def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
 
 def test_the_tables_of_books_are_those_of_their_files():
-    from allatt_prune.run import table
+    from allatt_prune.engine.run import table
     recorded = [json.loads((ROOT/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8')) for name in ('books-word', 'books')]
     outputs = [o['data'] for c in cells(ROOT/'nbs'/'experiments'/'books.ipynb') for o in c.get('outputs', []) if 'data' in o]
     assert [''.join(d['text/markdown']) for d in outputs if 'text/markdown' in d] == [table(r['rows']) for r in recorded]

@@ -2,11 +2,11 @@
 import copy, json, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 import numpy as np, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
-from allatt_prune import checkpoint
+from allatt_prune.engine import checkpoint
 from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
-from allatt_prune.resume import Processes, Stopped, train
+from allatt_prune.engine.resume import Processes, Stopped, train
 from allatt_prune.train import get_recipe
 
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
@@ -147,7 +147,7 @@ def test_run_on_two_processes(folder):
 
 BREAKS = '''
 import os
-from allatt_prune import cli, run
+from allatt_prune.engine import cli, run
 train = run.train
 def after(t):
     if t.step == 3 and os.environ['RANK'] == '1': raise OSError('disk=b: gone; find it')
@@ -166,7 +166,7 @@ def test_any_exception_ends_all(folder):
 
 WAITS = '''
 import functools, os, signal
-from allatt_prune import cli, run
+from allatt_prune.engine import cli, run
 cli.parallel = functools.partial(cli.parallel, patience=5)
 train = run.train
 def after(t):

@@ -49,11 +49,11 @@ def test_pages_link_and_need_nothing_from_elsewhere(site):
         assert not [x for x in links if not ((site/path.relative_to(ROOT/'nbs')).parent/x).exists()]
         assert '#|' not in re.sub('<[^>]+>', '', page) and not re.search(r'class="[^"]*traceback', page)
         for room in script().ROOMS: assert f'{room}</span>' in page
-    assert (site/'_static'/'mathjax'/'tex-chtml.js').exists() and 'tex-chtml.js' in (site/'01_attention.html').read_text(encoding='utf-8')
+    assert (site/'_static'/'mathjax'/'tex-chtml.js').exists() and 'tex-chtml.js' in (site/'attention.html').read_text(encoding='utf-8')
 
 def test_search_knows_the_texts(site):
     index = (site/'searchindex.js').read_text(encoding='utf-8')
-    assert all(word in index for word in ('persist', 'straight', '01_attention', 'experiments/table1'))
+    assert all(word in index for word in ('persist', 'straight', 'attention', 'experiments/table1'))
 
 def test_tables_in_outputs_are_tables(site):
     assert '<td' in (site/'experiments'/'table1.html').read_text(encoding='utf-8').split('class="cell_output', 1)[1]

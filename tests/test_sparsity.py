@@ -1,17 +1,17 @@
 "A share of the heads that is asked for is met, at every seed, for every kind of gates, through interruptions."
 from dataclasses import replace
 import pytest, torch
-from allatt_prune.corpora import load_corpus
+from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.importance import keep_mask
 from allatt_prune.model import LM
-from allatt_prune.recipe import get_recipe
+from allatt_prune.config import get_recipe
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import chooser
-from allatt_prune.resume import Stopped, train as resumed
-from allatt_prune.run import run
-from allatt_prune.study import finished
-from allatt_prune.sparsity import Target, TargetGates, gates_for
+from allatt_prune.engine.resume import Stopped, train as resumed
+from allatt_prune.engine.run import run
+from allatt_prune.experiment import finished
+from allatt_prune.targets import Target, TargetGates, gates_for
 from allatt_prune.train import train
 
 TOY = get_recipe('tiny', n_layer=3, d_model=32, n_head=4, n_persistent=8, seg_len=16, mem_len=16, batch=4, steps=4, warmup=1,

@@ -4,16 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, torch
 import allatt_prune
-from allatt_prune import checkpoint, resume
-from allatt_prune import run as running
-from allatt_prune.corpora import load_corpus
+from allatt_prune.engine import checkpoint, resume
+from allatt_prune.engine import run as running
+from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
-from allatt_prune.resume import Stopped, read_log, read_metrics, train, write_metrics
-from allatt_prune.run import MODELS, ROWS, run, table
-from allatt_prune.sparsity import gates_for
-from allatt_prune.study import outcome, recorded
+from allatt_prune.engine.resume import Stopped, read_log, read_metrics, train, write_metrics
+from allatt_prune.engine.run import MODELS, ROWS, run, table
+from allatt_prune.targets import gates_for
+from allatt_prune.experiment import outcome, recorded
 from allatt_prune.train import Score, get_recipe, train_steps
 
 RHYME = 'one two buckle my shoe three four knock at the door '
@@ -442,7 +442,7 @@ def test_resumes_from_the_older_one_and_says_so(world):
 SAVER = '''
 import os, random, signal, sys, time, torch
 from pathlib import Path
-from allatt_prune import checkpoint
+from allatt_prune.engine import checkpoint
 torch.set_num_threads(1)
 folder, rng, hit = Path(sys.argv[1]), random.Random(0), 0
 for i in range(int(sys.argv[2])):
@@ -521,7 +521,7 @@ def test_real_signals(world):
 def test_nothing_can_unpickle():
     banned = {'pickle', 'cPickle', 'dill', 'joblib', 'shelve', 'marshal', 'yaml'}
     seen, home = 0, Path(__file__).parents[1]
-    sources = {file: file.read_text(encoding='utf-8') for file in (*home.glob('*.py'), *home.glob('allatt_prune/*.py'))}
+    sources = {file: file.read_text(encoding='utf-8') for file in (*home.glob('*.py'), *home.glob('allatt_prune/**/*.py'))}
     for file in home.glob('nbs/**/*.ipynb'):
         for i, cell in enumerate(json.loads(file.read_text(encoding='utf-8'))['cells']):
             if cell['cell_type'] == 'code': sources[file, i] = ''.join(line for line in cell['source'] if not line.startswith(('%', '!')))
