@@ -30,7 +30,7 @@ def test_importing_takes_less_than_two_seconds_beyond_torch():
     for what in ('allatt_prune', 'allatt_prune.engine.cli'):
         assert min(cpu_seconds(f'import {what}') for _ in range(3)) - min(cpu_seconds('import torch') for _ in range(3)) < 2
 
-NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='corpora', get_recipe='recipe', train='train', evaluate='train', remove_heads='remove')
+NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='train', evaluate='train', remove_heads='remove')
 
 def test_public_names_are_those_of_their_modules():
     everything = {}
