@@ -7,7 +7,7 @@ __all__ = ['count_params', 'count_macs']
 
 # %% ../nbs/method/07_cost.ipynb #bc9c3dcc
 from .model import LM, LMConfig
-from .engine.softmax import bands
+from .config import clusters
 
 # %% ../nbs/method/07_cost.ipynb #d6bd3dad
 def count_params(
@@ -18,7 +18,7 @@ def count_params(
     c, d, n, f, k = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff, len(cfg.cutoffs)
     attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
     feed_forward = cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
-    words = sum(size*width + c*width * (k > 0) for size, width in bands(cfg.vocab, c, cfg.cutoffs))
+    words = sum(size*width + c*width * (k > 0) for size, width in clusters(cfg.vocab, c, cfg.cutoffs))
     parts = dict(blocks=attention + feed_forward + 2*c*cfg.final_norm, embedding=words,
                  softmax=cfg.vocab + (c*c + k*(c + 1)) * (k > 0), positions=cfg.window*c)
     return dict(parts, total=sum(parts.values()))
@@ -37,7 +37,7 @@ def count_macs(
     project = 2*t*c*d + (2*t*c*d if cached else 2*s*c*d + cfg.window*c*d / batch)
     scores = 3*t*(s if keys is None else keys)*d + 2*t*n*d
     blocks = (sum(cfg.layer_heads) * (project + scores) + cfg.n_layer * t * 2*c*cfg.d_ff) / t
-    (first, _), *rest = words = bands(cfg.vocab, c, cfg.cutoffs)
+    (first, _), *rest = words = clusters(cfg.vocab, c, cfg.cutoffs)
     softmax = c * (first + len(rest))
     if rest:
         tails = shares[1:] if shares else [1]*len(rest)

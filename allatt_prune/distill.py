@@ -36,8 +36,9 @@ class Distill:
         need(isinstance(teacher, LM), 'teacher', type(teacher).__name__, 'not a model', 'give LM.from_pretrained')
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
     def probs(self, model: LM, h: Tensor) -> Tensor: # (b t c) -> (b t v)
-        "Logarithms of the probabilities of the first band."
-        return (model.words.scores(h, 0) / self.temperature).log_softmax(-1)
+        "Logarithms of the probabilities of the first cluster."
+        first = model.words.scores(h, 0) if model.cfg.cutoffs else model.words.logits(h)
+        return (first / self.temperature).log_softmax(-1)
     def __call__(self,
         model: LM, x: Tensor, y: Tensor, mems, z # as for `train.text_loss`; mems (2l b s c)
     ) -> tuple: # what is minimised, nats; memory of student and teacher; mean nats per token of the text

@@ -90,7 +90,7 @@ def remove_heads(
     if cfg.heads is not None:
         raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     keep, z = (x.to(model.pos.device) for x in mask_and_z(keep, z, (cfg.n_layer, cfg.n_head)))
-    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend).to(model.pos)
+    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend, model.softmax).to(model.pos)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}
     for i, layer in enumerate(model.layers):
         if keep[i].any():

@@ -15,7 +15,6 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from . import __version__, attention
-from .engine import fused
 from .cost import count_macs
 from .data import Corpus, Streams, need
 from .model import LM
@@ -136,18 +135,19 @@ def time_recipe(
     r: Recipe, corpus: Corpus, # which model; its text
     kept: list[float] = (.5,), # shares of the heads that pruned models keep
     device: str = 'cpu', dtype: torch.dtype = torch.float32, # bfloat16: autocast for training, the model for reading
-    *, repeats: int = 9 # rounds
-) -> list[dict]: # a row per job: job, attention, heads, ms (`Timing`), roofline (share)
-    "Time training and reading, plain and fused, whole and pruned, in turns."
+    *, makers: dict[str, Callable] = dict(plain=LM), # of a configuration -> model; the last also makes the pruned ones
+    repeats: int = 9 # rounds
+) -> list[dict]: # a row per job: job, attention (name of its maker), heads, ms (`Timing`), roofline (share)
+    "Time training and reading, whole and pruned, in turns."
     cfg, b = r.config(len(corpus.vocab)), r.batch
     ids = Streams(corpus.train, b, cfg.mem_len + cfg.seg_len + 1, corpus.name)[0][0].to(device)
     layers = [[cfg.n_head] * cfg.n_layer] + [[round(share * cfg.n_head)] * cfg.n_layer for share in kept]
     jobs = []
-    for name, attend in dict(plain=attention.attend, fused=fused.attend).items():
-        for heads in layers if name == 'fused' else layers[:1]:
+    for name, make in makers.items():
+        for heads in layers if name == [*makers][-1] else layers[:1]:
             small = replace(cfg, heads=heads)
             macs = count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
-            train, read = LM(small, attend).to(device), LM(small, attend).to(device, dtype)
+            train, read = make(small).to(device), make(small).to(device, dtype)
             jobs.append(('train', name, sum(heads), 3 * macs, train_job(train, ids, dtype)))
             jobs.append(('read', name, sum(heads), macs, segment_job(read, ids)))
     product, macs = matmul_job(device, dtype)

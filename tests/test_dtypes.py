@@ -3,6 +3,7 @@ import pytest, torch, torch.nn.functional as F
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.distill import Distill, last_hidden
 from allatt_prune.importance import METHODS, score
+from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.config import get_recipe
 from allatt_prune.targets import gates_for
@@ -14,7 +15,7 @@ BANDS = pytest.mark.parametrize('cutoffs', ([], [10, 20]))
 
 def make(dtype, cutoffs):
     torch.manual_seed(0)
-    model = LM(LMConfig(**CFG, cutoffs=cutoffs)).eval()
+    model = build(LMConfig(**CFG, cutoffs=cutoffs)).eval()
     with torch.no_grad():
         for p in model.parameters(): p.normal_(std=.5)
     return model.to(dtype), torch.randint(40, (200*128 + 1,))

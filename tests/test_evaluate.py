@@ -1,7 +1,8 @@
 "One number, whatever the number of processes, of streams, and the length of segments."
 import json, os
 import pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
-from allatt_prune.model import LM, LMConfig
+from allatt_prune.engine.checkpoint import build
+from allatt_prune.model import LMConfig
 from allatt_prune.engine.resume import Processes
 from allatt_prune.train import evaluate
 
@@ -10,7 +11,7 @@ BATCHES = 1, 2, 3, 7
 
 def make(**changes):
     torch.manual_seed(0)
-    model = LM(LMConfig(**CFG | changes)).double()
+    model = build(LMConfig(**CFG | changes)).double()
     with torch.no_grad():
         for p in model.parameters(): p.normal_(std=.5)
     return model, torch.randint(40, (503,)).numpy()

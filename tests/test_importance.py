@@ -4,6 +4,7 @@ import pytest, torch
 from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.importance import METHODS, attention_statistics, choose_heads, keep_mask, score
+from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import REPAIRS
@@ -16,7 +17,7 @@ IDS = torch.randint(9, (600,), generator=torch.Generator().manual_seed(0)).numpy
 
 def model(**changes):
     torch.manual_seed(0)
-    return LM(LMConfig(**dict(vocab=9, n_layer=3, d_model=16, n_head=4, n_persistent=6, seg_len=8, mem_len=8) | changes))
+    return build(LMConfig(**dict(vocab=9, n_layer=3, d_model=16, n_head=4, n_persistent=6, seg_len=8, mem_len=8) | changes))
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('method', METHODS)

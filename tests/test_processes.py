@@ -5,6 +5,7 @@ import numpy as np, pytest, torch, torch.distributed as dist, torch.multiprocess
 from allatt_prune.engine import checkpoint
 from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
+from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM
 from allatt_prune.engine.resume import Processes, Stopped, train
 from allatt_prune.train import get_recipe
@@ -18,7 +19,7 @@ def make(dtype, optimizer='adamw', **changes): # a model, gates and a text whose
     recipe = get_recipe('tiny', **SMALL | changes, optimizer=optimizer)
     ids = torch.randint(40, (1700,)).numpy()
     corpus = Corpus('numbers', ids[:1000], ids[1000:1500], ids[1500:], [str(i) for i in range(40)], 'char')
-    return LM(recipe.config(40)).to(dtype), corpus, recipe, HeadGates(2, 4).to(dtype)
+    return build(recipe.config(40)).to(dtype), corpus, recipe, HeadGates(2, 4).to(dtype)
 
 def state(model, gates): return {**model.state_dict(), **gates.state_dict()}
 

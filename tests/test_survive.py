@@ -41,7 +41,7 @@ def go(name, resume=False, models=MODELS, **changes):
 
 def small(**changes): # recipe, text, and a function that makes the model
     recipe, text = get_recipe('tiny', **SMALL | changes, corpus='own.txt'), load_corpus('own.txt')
-    return recipe, text, lambda: LM(recipe.config(len(text.vocab)))
+    return recipe, text, lambda: checkpoint.build(recipe.config(len(text.vocab)))
 
 def after_steps(monkeypatch, look): # calls look(phase, steps done) after every step of a run
     def watched(*args, phase=None, **how): return train(*args, phase=phase, after=lambda t: look(phase, t), **how)
@@ -392,7 +392,7 @@ def test_what_the_loop_does_without_a_folder_it_does_with_one(world):
     recipe, text, make = small()
     torch.manual_seed(0)
     a = make()
-    b = LM(a.cfg)
+    b = checkpoint.build(a.cfg)
     b.load_state_dict(a.state_dict())
     for _ in train_steps(a, text, recipe): pass
     train(b, text, recipe, run_dir='folder')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['named', 'write_file', 'new_folder', 'sweep', 'lock', 'seal', 'save', 'shipped', 'place', 'verify', 'read', 'load',
-           'copy', 'save_step', 'set_aside', 'saved_steps', 'newest', 'fit']
+           'copy', 'save_step', 'set_aside', 'saved_steps', 'newest', 'fit', 'build']
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #22c3c814
 import hashlib, json, os, re, secrets, shutil, socket, time, warnings
@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 from ..data import visible
 from ..gates import HeadGates
 from ..model import LM, LMConfig
+from . import fused
+from .softmax import AdaptiveSoftmax
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
 def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}') # a fresh name
@@ -262,6 +264,10 @@ def _rebuilt(path, part, build): # the module that has this part for its state; 
     fit(module, parts[part], path)
     return module.eval(), parts
 
+def build(cfg: LMConfig, cls=LM) -> LM:
+    "A new model with the fused attention and the adaptive softmax, as runs make it."
+    return cls(cfg, fused.attend, AdaptiveSoftmax)
+
 @patch
 def save_pretrained(self: LM, path: str|Path, **others): # folder to create; more to keep in it, as for `save`
     "Save configuration and weights: `config.json`, `model.safetensors`."
@@ -270,7 +276,7 @@ def save_pretrained(self: LM, path: str|Path, **others): # folder to create; mor
 @patch(cls_method=True)
 def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation mode
     "Rebuild a model from the folder that `save_pretrained` wrote."
-    return _rebuilt(path, 'model', lambda config: cls(LMConfig(**config)))[0]
+    return _rebuilt(path, 'model', lambda config: build(LMConfig(**config), cls))[0]
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #447d51ea
 @patch(cls_method=True)

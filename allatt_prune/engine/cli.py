@@ -8,6 +8,7 @@ __all__ = ['main']
 # %% ../../nbs/engine/09_cli.ipynb #78990def
 import contextlib, difflib, errno, itertools, json, logging, os, re, signal, sys, threading, time, warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 import torch
 from . import checkpoint
@@ -23,6 +24,7 @@ from .report import explained, markdown, table
 from .resume import LOG, Processes, Progress, Stopped
 from .run import MODELS, parallel, pick_device, run, stored_recipe, text_for
 from ..targets import gates_for
+from .softmax import AdaptiveSoftmax
 from ..timing import time_recipe
 from ..train import evaluate
 
@@ -189,7 +191,8 @@ def _sample(args, changes):
 
 def _time(args, changes):
     r, text = get_recipe(args.recipe, **changes), load_corpus(args.corpus, args.cache)
-    found = time_recipe(r, text, args.kept, pick_device(args.device), getattr(torch, args.dtype))
+    makers = dict(plain=partial(LM, softmax=AdaptiveSoftmax), fused=checkpoint.build)
+    found = time_recipe(r, text, args.kept, pick_device(args.device), getattr(torch, args.dtype), makers=makers)
     rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}", f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}",
              f"{x['roofline']:.0%}"] for x in found]
     print(markdown(['', 'attention', 'heads', 'ms', 'of the roofline'], rows, text=2))

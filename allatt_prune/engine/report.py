@@ -42,8 +42,8 @@ def measure(
     text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
     targets = text[:, -cfg.seg_len:]
     times = time_in_turns(list(nets), text[:, :-1], zs, targets)
-    band = nets[0].words.band(targets)
-    shares = [(band == i).float().mean().item() for i in range(len(cfg.cutoffs) + 1)]
+    cluster = sum((targets >= c for c in cfg.cutoffs), torch.zeros_like(targets))
+    shares = [(cluster == i).float().mean().item() for i in range(len(cfg.cutoffs) + 1)]
     macs = [count_macs(m, batch, shares=shares)['total'] for m in nets]
     rows = []
     for name, m, z, (valid, test), t, mine in zip(names, nets, zs, scores, times, macs):

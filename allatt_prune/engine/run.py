@@ -56,7 +56,7 @@ def run_pipeline(
         if name == 'pruned' and not choose: return remove_heads(found['gated'], gates), gates.open_mask()
         torch.manual_seed(recipe.seed)
         first, keep = name == 'baseline', None
-        if first: model = LM(recipe.config(len(corpus.vocab))).to(device)
+        if first: model = checkpoint.build(recipe.config(len(corpus.vocab))).to(device)
         else: model = found['baseline'].with_dropout(**{f: getattr(recipe.pruning(), f) for f in DROPOUTS})
         if name == 'pruned': keep, model = choose(model, corpus)
         more = dict(how) if name == 'gated' else {}
