@@ -27,7 +27,7 @@ def _labelled(model, batch): # -> logits (n ... classes), labels (n ...), label 
     if task is None:
         raise ValueError(f"model={type(model).__name__}: no loss; give a model for {', '.join(TASKS)}")
     if len(labels) != 1 + (task == 'QuestionAnswering'):
-        raise ValueError('labels=None: there is no loss without; put them into the batches, or take another method')
+        raise ValueError('labels=None: there is no loss without; add them, or take another method')
     found = model(**{name: x for name, x in batch.items() if name not in _LABELS})
     if task == 'QuestionAnswering':                            # a start and an end; not if out of range
         x = torch.stack([found.start_logits, found.end_logits], 1)
@@ -59,25 +59,27 @@ class HFHeads:
     @property
     def group(self): return share(self.model)
     def read(self): # batches on the device of the model
-        fit = lambda x: isinstance(x, Mapping) and 'input_ids' in x and all(map(torch.is_tensor, x.values()))
-        if not (self.batches and all(map(fit, self.batches))):
-            raise ValueError(f'batches={len(self.batches)} things: not what the model takes; give dictionaries of tensors '
-                             'with input_ids, and attention_mask and labels where there are any')
+        def fits(x):
+            return isinstance(x, Mapping) and 'input_ids' in x and all(map(torch.is_tensor, x.values()))
+        if not (self.batches and all(map(fits, self.batches))):
+            raise ValueError(f'batches={len(self.batches)} things: not what the model takes; give '
+                             'dictionaries of tensors: input_ids, attention_mask, labels')
         return [{name: x.to(self.model.device) for name, x in batch.items()} for batch in self.batches]
     def losses(self, z=None): # as in `LMHeads`; a piece is an example
         total = 0
         for x in self.read():
-            n, rows = len(x['input_ids']), x['input_ids'].shape[:-1].numel() # multiple choice: an example has several
-            own = None if z is None else repeat(z, 'l h -> l n h', n=n)
-            mine = own if own is None else own.repeat_interleave(rows // n, 1)
-            with nullcontext() if z is None else masked(self.model, lambda: mine): loss, k = _losses(self.model, x)
+            (n, *choices), own = x['input_ids'].shape[:-1], None
+            if z is not None: own = repeat(z, 'l h -> l n h', n=n)
+            def of_rows(): return own.repeat_interleave(math.prod(choices), 1)
+            with nullcontext() if z is None else masked(self.model, of_rows):
+                loss, k = _losses(self.model, x)
             yield loss, k, own
             total += k.sum().item()
         if not total: raise ValueError('labels=-100: none counts; give others')
     def mean_loss(self, z=None):
         loss, n, _ = zip(*self.losses(z))
         return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
-    def _watch(self, z, hook): # hook(layer, attention, output projection), as a handle
+    def _watch(self, z, hook): # hook(layer, attention, output projection) -> handle
         with ExitStack() as hooks, torch.no_grad():
             for i, (layer, attn, _, out) in enumerate(attentions(self.model)):
                 hooks.enter_context(hook(i, attn, layer.get_submodule(out)))
@@ -87,29 +89,31 @@ class HFHeads:
                 self.real = rearrange(real, '... t -> (...) t').bool()
                 self.model(**x)
     def outputs(self, look, z=None):
-        self._watch(z, lambda i, attn, out: out.register_forward_pre_hook(
-            lambda f, args: look(i, args[0][self.real])))
+        def hook(i, attn, out):
+            return out.register_forward_pre_hook(lambda f, args: look(i, args[0][self.real]))
+        self._watch(z, hook)
     def attention(self, look, z=None):
         h, was = self.shape[1], self.model.config._attn_implementation
         def see(i, weights): # (b hr t s)
             for p, there in zip(wide(weights), self.real):
-                t = there.nonzero().flatten()
-                look(i, rearrange(p[:, there][..., there], '(h r) t s -> h r t s', h=h), (t[:, None] - t).abs())
+                t, p = there.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
+                look(i, p[..., there, :][..., there], (t[:, None] - t).abs())
+        def hook(i, attn, out):
+            return attn.register_forward_hook(lambda f, args, found: see(i, found[1]))
         try:
             self.model.set_attn_implementation('eager')
-            self._watch(z, lambda i, attn, _: attn.register_forward_hook(lambda f, args, found: see(i, found[1])))
+            self._watch(z, hook)
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         layer, *_, out = attentions(model or self.model)[i]
-        f = layer.get_submodule(out)
-        return (weight_rows(f).T if hasattr(f, 'weight') else None), f.bias # no weight in a layer without heads
+        f = layer.get_submodule(out)                           # without weight in a layer without heads
+        return (weight_rows(f).T if hasattr(f, 'weight') else None), f.bias
     def parameters(self, i):
         (layer, _, inputs, out), h = attentions(self.model)[i], self.shape[1]
         fs = [layer.get_submodule(path) for path in inputs]
-        mine = [rearrange(weight_rows(layer.get_submodule(out)), 'c (h d) -> h (d c)', h=h)]
-        for p in [weight_rows(f) for f in fs] + [f.bias[:, None] for f in fs if f.bias is not None]:
-            mine.append(rearrange(p, '(n h d) c -> h (n d c)', n=3 // len(fs), h=h))
-        return torch.cat(mine, 1)
+        rows = [weight_rows(f) for f in fs] + [f.bias[:, None] for f in fs if f.bias is not None]
+        rows = [rearrange(p, '(n h d) c -> h (n d c)', n=3 // len(fs), h=h) for p in rows]
+        return torch.cat([*rows, rearrange(self.projection(i)[0], '(h d) c -> h (d c)', h=h)], 1)
     def remove(self, keep, z=None): return remove_heads(self.model, keep, z)
 
 # %% ../nbs/beyond/05_hf.ipynb #4fe5bc49
@@ -124,7 +128,7 @@ def gated(
 
 # %% ../nbs/beyond/05_hf.ipynb #550a5c29
 class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
-    "Train gates while `transformers.Trainer` trains a model that is `gated` by them. One process, no float16."
+    "Train gates while `transformers.Trainer` trains a `gated` model. One process, no float16."
     def __init__(self,
         gates: nn.Module, # those of `gated`
         penalty: Callable, # of gates and step -> (), in the unit of the loss; a module is saved, too
@@ -142,7 +146,8 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         return dict(args={}, attributes=dict(tensors=tensors, optimizer=rest))
     def _restore(self, state):
         kept = state.stateful_callbacks.get(type(self).__name__)
-        if not kept: raise ValueError('resume_from_checkpoint: no gates in it; give one saved with GateCallback')
+        if not kept:
+            raise ValueError('resume_from_checkpoint: no gates in it; give one saved with GateCallback')
         saved = safetensors.torch.load(base64.b64decode(kept['attributes']['tensors']))
         self.parts.load_state_dict({name: saved.pop(name) for name in self.parts.state_dict()})
         unpack(self.optimizer, saved, kept['attributes']['optimizer'])
@@ -152,7 +157,8 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
             raise ValueError('restore_callback_states_from_checkpoint: would make new gates; leave it '
                              'out, the gates are restored anyway')
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.world_size > 1: raise ValueError(f'processes={args.world_size}: each would draw other gates; start one')
+        if args.world_size > 1:
+            raise ValueError(f'processes={args.world_size}: each would draw other gates; start one')
         if args.fp16: raise ValueError('fp16=True: the gradients of gates would be scaled; give bf16')
         if state.global_step: self._restore(state)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -175,7 +181,7 @@ def text_batches(
 ) -> list[dict]: # for `score`
     "A text in pieces of one length, each with its special tokens. A shorter rest is left out."
     model = unwrapped(model)
-    length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa counts from 2
+    length = min(length, getattr(model.config, 'max_position_embeddings', length) - 2) # RoBERTa: from 2
     found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids = found['input_ids']
     inner = [i for i, added in enumerate(found['special_tokens_mask']) if not added]
@@ -184,8 +190,10 @@ def text_batches(
     n = length - len(before) - len(behind)
     rows = [before + ids[i:i+n] + behind for i in range(0, len(ids) - n + 1, n)] if n > 0 else []
     rows = torch.tensor(rows[:max(1, tokens // length)])
-    if not len(rows): raise ValueError(f'text={len(text)} characters: less than one piece of {length} tokens; give more')
+    if not len(rows):
+        raise ValueError(f'text={len(text)} characters: less than one piece of {length}; give more')
     top, size = int(rows.max()), model.get_input_embeddings().num_embeddings
-    if top >= size: raise ValueError(f'tokenizer=token {top}: the model knows {size}; give the tokenizer of this model')
+    if top >= size:
+        raise ValueError(f'tokenizer=token {top}: the model knows {size}; give its own tokenizer')
     continues = task_of(model) == 'CausalLM'
     return [dict(input_ids=x, **dict(labels=x) if continues else {}) for x in rows.split(batch)]

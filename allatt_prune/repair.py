@@ -10,10 +10,9 @@ from collections.abc import Callable
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .config import Recipe
-from .data import need
 from .gates import output_scale
-from .importance import (METHODS, STATISTICS, choose_heads, evaluating, heads_of, keep_mask, known_name,
-                                     tokens_needed)
+from .importance import (METHODS, STATISTICS, choose_heads, evaluating, heads_of, keep_mask,
+                                     known_name, tokens_needed)
 from .model import LM
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
@@ -37,8 +36,8 @@ def mean_fit(
     found[-1] += (mean * ~stays) @ W
     return found
 
-def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `mean_fit`; the last need be no bias
-    "The weights whose output comes closest to that of all inputs."
+def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `mean_fit`
+    "The weights whose output comes closest to that of all inputs. The last input need not be 1."
     A = G[stays][:, stays]
     return torch.linalg.solve(A + 1e-6 * A.diagonal().mean() * torch.eye(len(A)).to(A), G[stays] @ W)
 
@@ -69,7 +68,7 @@ def mean_folded(model, keep: Tensor, data):
     heads = heads_of(model, data)
     if any(heads.projection(i)[1] is None for i in range(heads.shape[0])):
         name = type(heads.model).__name__
-        raise ValueError(f'repair=mean_folded: {name} has no output bias; give nothing, scaled or least_squares')
+        raise ValueError(f'repair=mean_folded: {name} has no output bias; give least_squares or nothing')
     return _refit(heads, keep, mean_fit)
 
 def least_squares(model, keep: Tensor, data):
@@ -91,14 +90,16 @@ def chooser(
         return None
     known_name('method', r.method, ('gates', 'subset', *METHODS))
     known_name('repair', r.repair, REPAIRS)
-    need(r.sparsity, 'sparsity', 0, f'method {r.method} needs a share of the heads', 'give one, as 0.4')
-    mask = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training, not after it
-    need(not mask.all(), 'sparsity', r.sparsity, 'no head would go', 'give more')
+    if not r.sparsity: raise ValueError(f'sparsity=0: method {r.method} needs a share; give one, as 0.4')
+    mask = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training
+    if mask.all(): raise ValueError(f'sparsity={r.sparsity}: no head would go; give more')
     reads = r.method not in ('random', 'magnitude') or r.repair not in ('nothing', 'scaled')
     n = tokens_needed(r, full=r.method in STATISTICS)
-    need(not reads or r.score_tokens >= n, 'score_tokens', r.score_tokens, f'8 streams need {n}', 'give more')
+    if reads and r.score_tokens < n:
+        raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}; give more')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
-        keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer, rounds=r.rounds, seed=r.seed)
+        keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer,
+                            rounds=r.rounds, seed=r.seed)
         return keep, REPAIRS[r.repair](model, keep, ids).train()
     return choose

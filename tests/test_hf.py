@@ -141,7 +141,7 @@ def test_what_is_refused():
     odd = made('bert')
     class Quantized(torch.nn.Linear): pass
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
-    refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
+    refused('projection=Quantized: not plain; merge adapters', hf.remove_heads, odd, keep)
     refused('z=nan: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
     for bad in (None, [[0]] * 2, [[0]] * 4, [[4], [], []], [[1, 0], [], []], [[0, 0], [], []], [0, 1, 2], 'all', [['0'], [], []]):
         small.config.kept_heads = bad
