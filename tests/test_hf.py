@@ -4,6 +4,8 @@ import pytest, torch
 transformers = pytest.importorskip('transformers')
 from allatt_prune import hf
 from allatt_prune.gates import HeadGates
+from allatt_prune.importance import METHODS as ALL_METHODS, attention_statistics, mean_loss, score
+from allatt_prune.repair import REPAIRS, least_squares, mean_folded, nothing
 from allatt_prune.targets import SubsetGates, Target, TargetGates
 
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, max_position_embeddings=40, pad_token_id=0)
@@ -17,6 +19,8 @@ DECODERS = [k for k in KINDS if k not in ('distilbert', 'bert', 'roberta')]
 KEEP = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0]]).bool()                # the first layer tells the cache how much was read
 IDS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 PAD = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] * 4 + [0] * 5])
+
+METHODS = [name for name in ALL_METHODS if name != 'persistent']                        # these models have no persistent keys
 
 def config(kind, **changes): return transformers.CONFIG_MAPPING[kind](**KINDS[kind] | changes)
 
@@ -33,6 +37,9 @@ def batch(kind): return dict(input_ids=IDS * PAD, attention_mask=PAD)
 def hidden(model, **how): # of tokens that are there
     with torch.no_grad(): return model.base_model(**batch(None), **how).last_hidden_state[PAD.bool()]
 
+def watching(model, look): # look(layer, (b t hd) inputs of the output projections); to be removed
+    return [layer.get_submodule(out).register_forward_pre_hook(lambda f, args, i=i: look(i, args[0])) for i, (layer, *_, out) in enumerate(hf.attentions(model))]
+
 def z_of(keep): return keep * torch.rand(keep.shape, generator=torch.Generator().manual_seed(1)).add(.5)
 
 @pytest.mark.parametrize('how', ['eager', 'sdpa'])
@@ -48,14 +55,6 @@ def test_masked_equals_removed(kind, how):
             assert (hidden(small) - masked).abs().max() < eps
             assert torch.equal(hidden(model), whole) and model.config._attn_implementation == how
             if (z != 1).any(): assert (masked - whole).abs().max() > 1e-2
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_without_the_mask_of_padding_it_would_show(kind): # the trap of the interface for masks
-    model, long = made(kind), torch.cat([IDS[:, :4], IDS[:, :5]], 1)
-    with hf.masked(model, KEEP.float()), torch.no_grad():
-        short = model.base_model(input_ids=IDS[:, :4]).last_hidden_state
-        padded = model.base_model(input_ids=long, attention_mask=torch.tensor([[1] * 4 + [0] * 5] * 3)).last_hidden_state[:, :4]
-    assert (short - padded).abs().max() < 1e-5
 
 @pytest.mark.parametrize('cache', ['dynamic', 'static'])
 @pytest.mark.parametrize('kind', DECODERS)
@@ -134,11 +133,8 @@ def test_what_is_refused():
     odd = made('bert')
     class Quantized(torch.nn.Linear): pass
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
-    refused('projection=Quantized: not a plain one; merge adapters', hf.remove_heads, odd, keep)
+    refused('projection=Quantized: not plain; merge adapters', hf.remove_heads, odd, keep)
     refused('z=nan: not a finite number', hf.remove_heads, bert, keep, torch.where(keep, torch.nan, 0.))
-    flex = made('bert')
-    flex.config._attn_implementation = 'flex_attention'
-    refused('attn_implementation=flex_attention: cannot be masked; give eager or sdpa', enter, flex, keep)
     for bad in (None, [[0]] * 2, [[0]] * 4, [[4], [], []], [[1, 0], [], []], [[0, 0], [], []], [0, 1, 2], 'all', [['0'], [], []]):
         small.config.kept_heads = bad
         refused('kept_heads=.*: not the numbers of kept heads, up to 3, in 3 layers', type(small), small.config)
@@ -216,7 +212,7 @@ def test_statistics_are_those_of_the_maps(kind, how):
     model, batches = for_scores(kind, how=how)
     z = torch.rand(3, 4, generator=torch.Generator().manual_seed(5))
     for z in (None, z):
-        found = hf.attention_statistics(model, batches, z=z)
+        found = attention_statistics(model, batches, z=z)
         model.set_attn_implementation('eager')
         want, count = {name: torch.zeros(3, 4, dtype=torch.float64) for name in found}, 0
         for x in batches:
@@ -230,22 +226,12 @@ def test_statistics_are_those_of_the_maps(kind, how):
         assert {*found} == {*OF_MAPS}
         for name in found: torch.testing.assert_close(found[name], want[name] / count, atol=1e-6, rtol=1e-6)
 
-def test_statistics_of_more_queries_than_are_looked_at_at_once():
-    model = made('llama', max_position_embeddings=200)
-    x = dict(input_ids=torch.randint(3, 60, (2, 150), generator=torch.Generator().manual_seed(0)))
-    found = hf.attention_statistics(model, x)
-    model.set_attn_implementation('eager')
-    with torch.no_grad(): maps = model(**x, output_attentions=True).attentions
-    for name, f in OF_MAPS.items():
-        want = torch.stack([f(p).double().mean((0, 2)).reshape(4, 2).mean(1) for p in maps])
-        torch.testing.assert_close(found[name], want, atol=1e-5, rtol=1e-5)
-
 @pytest.mark.parametrize('kind', KINDS)
 def test_more_padding_changes_nothing(kind):
     model, (x, _) = for_scores(kind)
     wide = {k: v if v.dim() == 1 else torch.nn.functional.pad(v, (0, 4), value=-100 if k == 'labels' else 0) for k, v in x.items()}
-    for method in hf.METHODS:
-        torch.testing.assert_close(hf.score(model, [x], method), hf.score(model, [wide], method), atol=2e-5, rtol=1e-4)
+    for method in METHODS:
+        torch.testing.assert_close(score(model, [x], method), score(model, [wide], method), atol=2e-5, rtol=1e-4)
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_every_method_scores_every_kind_of_model(kind):
@@ -254,43 +240,42 @@ def test_every_method_scores_every_kind_of_model(kind):
     before = {k: x.clone() for k, x in model.state_dict().items()}
     z = torch.ones(3, 4)
     z[1, 2] = 0
-    for method in hf.METHODS:
-        found = hf.score(model, iter(batches), method)
+    for method in METHODS:
+        found = score(model, iter(batches), method)
         assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad and found.unique().numel() > 6
-        assert torch.equal(found, hf.score(model, batches, method)), method
-        assert hf.score(model, batches, method, z=z).isinf().nonzero().tolist() == [[1, 2]]
+        assert torch.equal(found, score(model, batches, method)), method
+        assert score(model, batches, method, z=z).isinf().nonzero().tolist() == [[1, 2]]
     assert model.training and all(torch.equal(x, before[k]) for k, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and model.config._attn_implementation == 'sdpa'
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2', 'llama'])
 def test_scores_say_what_they_should(kind):
     model, batches = for_scores(kind, dtype=torch.float64)
-    taylor, eps = hf.score(model, batches, 'taylor'), 2e-2 if kind == 'llama' else 1e-3 # norms in float32 limit it in the Llama kind
+    taylor, eps = score(model, batches, 'taylor'), 2e-2 if kind == 'llama' else 1e-3 # norms in float32 limit it in the Llama kind
     def loss(z): # in double precision, which that of the models is not
         with torch.no_grad(), hf.masked(model, z): found = [(model(**x).logits, x['labels']) for x in batches]
         if kind in DECODERS: found = [(out[:, :-1].flatten(0, 1), y[:, 1:].flatten()) for out, y in found]
         out, y = (torch.cat(x) for x in zip(*found))                                   # of both batches, each label counts once
         return torch.nn.functional.cross_entropy(out, y).item()
-    left, whole = hf.score(model, batches, 'leave_one_out'), loss(torch.ones(3, 4))
-    assert hf.evaluate(model, batches) == pytest.approx(whole, rel=1e-12)
+    left, whole = score(model, batches, 'leave_one_out'), loss(torch.ones(3, 4))
+    assert mean_loss(model, batches) == pytest.approx(whole, rel=1e-12)
     for at in ((0, 0), (1, 3), (2, 2)):
         z = torch.ones(3, 4)
         z[at] = 0
-        assert left[at] == pytest.approx(hf.evaluate(hf.remove_heads(model, z), batches) - whole, rel=1e-3, abs=1e-5)
+        assert left[at] == pytest.approx(mean_loss(hf.remove_heads(model, z), batches) - whole, rel=1e-3, abs=1e-5)
         more, less = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
         more[at] += eps; less[at] -= eps
         assert taylor[at] == pytest.approx((loss(less) - loss(more)) / (2*eps), rel=5e-3, abs=1e-5)
-    assert (hf.score(model, batches, 'gradient') >= taylor.abs() - 1e-6).all()
-    whole, (x, _) = hf.magnitude(model), batches
-    assert (whole**2).sum(1).numpy() == pytest.approx([sum(p.double().square().sum().item() for path in (*inputs, out) for name, p in
+    assert (score(model, batches, 'gradient') >= taylor.abs() - 1e-6).all()
+    assert (score(model, None, 'magnitude').double()**2).sum(1).numpy() == pytest.approx([sum(p.double().square().sum().item() for path in (*inputs, out) for name, p in
         layer.get_submodule(path).named_parameters() if (path, name) != (out, 'bias')) for layer, _, inputs, out in hf.attentions(model)])
     silent = copy.deepcopy(model)                                                      # a head that adds nothing, and has no parameters
     *_, inputs, out = row = hf.attentions(silent)[1]
     with torch.no_grad(): row[0].get_submodule(out).weight.zero_()
-    assert torch.equal(hf.score(silent, batches, 'output_difference')[1], torch.zeros(4))
+    assert torch.equal(score(silent, batches, 'output_difference')[1], torch.zeros(4))
     keep = torch.ones(3, 4).bool()
     keep[1, 0] = keep[2, 3] = False
-    kept = hf.magnitude(model)[keep]
+    kept = score(model, None, 'magnitude').double()[keep]
     assert kept.square().sum().item() == pytest.approx(sum(p.double().square().sum().item() for layer, _, inputs, out in hf.attentions(
         hf.remove_heads(model, keep)) for path in (*inputs, out) for n, p in layer.get_submodule(path).named_parameters() if (path, n) != (out, 'bias')))
 
@@ -298,13 +283,13 @@ def test_scores_that_are_refused():
     model, batches = for_scores('distilbert')
     plain = [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
     def refused(message, *args):
-        with pytest.raises(ValueError, match=message) as e: hf.score(*args)
+        with pytest.raises(ValueError, match=message) as e: score(*args)
         assert '\n' not in str(e.value) and '; ' in str(e.value)
     refused('method=persistent: these models have no persistent vectors', model, batches, 'persistent')
     refused('method=entrpy: unknown; give entropy', model, batches, 'entrpy')
     for bad in ([], [IDS], 'text', [('a', 1)], [dict(text='a')]): refused('batches=.*: not what the model takes', model, bad, 'entropy')
     for method in ('gradient', 'taylor', 'leave_one_out'): refused('labels=None: there is no loss without', model, plain, method)
-    for method in ('entropy', 'output_difference', 'magnitude', 'random'): assert torch.equal(hf.score(model, plain, method), hf.score(model, batches, method))
+    for method in ('entropy', 'output_difference', 'magnitude', 'random'): assert torch.equal(score(model, plain, method), score(model, batches, method))
     refused('heads were removed before', hf.remove_heads(model, KEEP), batches, 'entropy')
     assert not model.training
     refused('labels=None', model.train(), plain, 'taylor')
@@ -319,7 +304,7 @@ def test_classes_of_the_same_name_are_not_confused():
 @pytest.mark.parametrize('kind', KINDS)
 def test_repairs(kind):
     model, batches = for_scores(kind, dtype=torch.float64)
-    for name, repair in hf.REPAIRS.items():
+    for name, repair in REPAIRS.items():
         if name == 'mean_folded' and kind in ('llama', 'mistral', 'qwen2', 'qwen3'):
             with pytest.raises(ValueError, match='repair=mean_folded: .* has no output bias'): repair(model, KEEP, batches)
             continue
@@ -336,29 +321,31 @@ def test_repairs(kind):
             return seen[0][PAD.bool()]
         return (adds(repair(model, keep, batches[:1])) - adds(model)).square().mean().item()
     for keep in (torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]), KEEP):
-        assert error(hf.least_squares, keep) <= error(hf.nothing, keep)
-        if kind in ('bert', 'gpt2'): assert error(hf.least_squares, keep) <= error(hf.mean_folded, keep) + 1e-12 < error(hf.nothing, keep)
+        assert error(least_squares, keep) <= error(nothing, keep)
+        if kind in ('bert', 'gpt2'): assert error(least_squares, keep) <= error(mean_folded, keep) + 1e-12 < error(nothing, keep)
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2'])
 def test_what_repairs_put_into_the_first_layer(kind):
     model, batches = for_scores(kind, dtype=torch.float64)
     keep, read = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool(), []
-    def look(i, seen, out):
-        if i == 0: read.append(out[x['attention_mask'].bool()].flatten(1))
-    with torch.no_grad(), hf.masked(model, None, look):
+    def look(i, out):
+        if i == 0: read.append(out[x['attention_mask'].bool()])
+    hooks = watching(model, look)
+    with torch.no_grad():
         for x in batches: model(**x)
+    for hook in hooks: hook.remove()
     x, stays = torch.cat(read), keep[0].repeat_interleave(8)
     def projection(net):
         layer, *_, out = hf.attentions(net)[0]
         f = layer.get_submodule(out)
         return (f.weight if kind == 'gpt2' else f.weight.T).detach(), f.bias.detach()
     w, b = projection(model)
-    new, bias = projection(hf.mean_folded(model, keep, batches))
+    new, bias = projection(mean_folded(model, keep, batches))
     torch.testing.assert_close(new, w[stays])
     torch.testing.assert_close(bias, b + x[:, ~stays].mean(0) @ w[~stays])
     ones = torch.ones(len(x), 1, dtype=x.dtype)
     want = torch.linalg.lstsq(torch.cat([x[:, stays], ones], 1), x @ w + b).solution   # ours is ridged by a millionth
-    new, bias = projection(hf.least_squares(model, keep, batches))
+    new, bias = projection(least_squares(model, keep, batches))
     torch.testing.assert_close(torch.cat([new, bias[None]]), want, atol=1e-2, rtol=1e-2)
 
 def sum_of_squares(model, rows=IDS): return model.base_model(rows).last_hidden_state.square().sum()
@@ -399,14 +386,14 @@ def test_any_division_into_batches_says_the_same(name):
     with torch.no_grad(): losses = each_loss(task, model(**nine), nine)
     def cut(*sizes): return [dict(zip(nine, xs)) for xs in zip(*(x.split(list(sizes)) for x in nine.values()))]
     ways = [cut(9), cut(8, 1), cut(*[1] * 9), cut(2, 3, 4)]                            # some parts have no label that counts
-    for batches in ways: assert hf.evaluate(model, batches) == pytest.approx(sum(losses).item() / len(losses), rel=1e-6 if kind == 'llama' else 1e-10)
+    for batches in ways: assert mean_loss(model, batches) == pytest.approx(sum(losses).item() / len(losses), rel=1e-6 if kind == 'llama' else 1e-10)
     if task != 'QuestionAnswering':                                                    # whose model weighs starts and ends by half
-        with torch.no_grad(): assert hf.evaluate(model, nine) == pytest.approx(model(**nine).loss.item(), rel=1e-5)
-    for method in hf.METHODS:
-        want = hf.score(model, ways[0], method)
+        with torch.no_grad(): assert mean_loss(model, nine) == pytest.approx(model(**nine).loss.item(), rel=1e-5)
+    for method in METHODS:
+        want = score(model, ways[0], method)
         assert want.unique().numel() > 6
-        for batches in ways[1:]: torch.testing.assert_close(hf.score(model, batches, method), want, rtol=1e-5, atol=1e-6)
-    for name, repair in hf.REPAIRS.items():
+        for batches in ways[1:]: torch.testing.assert_close(score(model, batches, method), want, rtol=1e-5, atol=1e-6)
+    for name, repair in REPAIRS.items():
         if name == 'mean_folded' and kind == 'llama': continue
         want, *others = [repair(model, KEEP, batches).state_dict() for batches in ways]
         for other in others: torch.testing.assert_close(other, want, rtol=1e-5 if kind == 'llama' else 1e-7, atol=1e-7)
@@ -416,15 +403,15 @@ def test_any_division_into_batches_says_the_same(name):
         with torch.no_grad(), hf.masked(model, z): return float(sum(each_loss(task, model(**row), row)))
     eps = 2e-2 if kind == 'llama' else 1e-3                                            # norms in float32 limit it in the Llama kind
     slopes = [(loss(row, -eps) - loss(row, eps)) / (2*eps) / len(losses) for row in cut(*[1] * 9)]
-    found = [hf.score(model, nine, method)[1, 2].item() for method in ('taylor', 'gradient')]
+    found = [score(model, nine, method)[1, 2].item() for method in ('taylor', 'gradient')]
     assert found == pytest.approx([sum(slopes), sum(map(abs, slopes))], rel=1e-2 if kind == 'llama' else 1e-4, abs=1e-5)
 
 def test_labels_that_are_missing_or_do_not_count():
     model, nine = made('bert', auto='AutoModelForMaskedLM'), NINE['masked'][3]
-    with pytest.raises(ValueError, match='labels=-100: none counts'): hf.evaluate(model, nine | dict(labels=0*TOKENS - 100))
-    with pytest.raises(ValueError, match='model=BertModel: no loss; give a model for CausalLM, '): hf.evaluate(model.base_model, nine)
+    with pytest.raises(ValueError, match='labels=-100: none counts'): mean_loss(model, nine | dict(labels=0*TOKENS - 100))
+    with pytest.raises(ValueError, match='model=BertModel: no loss; give a model for CausalLM, '): mean_loss(model.base_model, nine)
     question = made('bert', auto='AutoModelForQuestionAnswering')
-    with pytest.raises(ValueError, match='labels=None: there is no loss'): hf.evaluate(question, dict(input_ids=TOKENS, start_positions=CLASSES))
+    with pytest.raises(ValueError, match='labels=None: there is no loss'): mean_loss(question, dict(input_ids=TOKENS, start_positions=CLASSES))
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2'])
 def test_sums_of_half_precision(kind): # what it says is that of the same weights in float64, but for the rounding of the model itself
@@ -433,28 +420,30 @@ def test_sums_of_half_precision(kind): # what it says is that of the same weight
     for p in exact.parameters(): assert torch.equal(p, p.bfloat16().double())
     with torch.no_grad(): out = torch.cat([(model(**x).logits if kind == 'bert' else model(**x).logits[:, :-1]).flatten(0, -2) for x in batches])
     y = torch.cat([(x['labels'] if kind == 'bert' else x['labels'][:, 1:]).flatten() for x in batches])
-    assert hf.evaluate(model, batches) == pytest.approx(torch.nn.functional.cross_entropy(out.double(), y).item(), rel=1e-6)
+    assert mean_loss(model, batches) == pytest.approx(torch.nn.functional.cross_entropy(out.double(), y).item(), rel=1e-6)
     seen = []
-    def look(i, parts, out): seen.append((i, out[real]))
-    with torch.no_grad(), hf.masked(model, None, look):
+    hooks = watching(model, lambda i, out: seen.append((i, out[real])))
+    with torch.no_grad():
         for x in batches:
             real = x['attention_mask'].bool()
             model(**x)
-    found = hf.score(model, batches, 'output_difference')
+    for hook in hooks: hook.remove()
+    found = score(model, batches, 'output_difference')
     for i, (layer, *_, out) in enumerate(hf.attentions(model)):
-        x = torch.cat([o for j, o in seen if i == j]).double()
-        parts = torch.einsum('nhd,hdc->nhc', x, hf.by_head(layer.get_submodule(out), 4).double())
+        x = torch.cat([o for j, o in seen if i == j]).double().unflatten(-1, (4, -1))
+        parts = torch.einsum('nhd,chd->nhc', x, hf.weight_rows(layer.get_submodule(out)).double().unflatten(-1, (4, -1)))
         torch.testing.assert_close(found[i].double(), (parts.square().sum((0, 2)) / parts.sum(1).square().sum()).sqrt(), rtol=1e-5, atol=0)
     want, count = torch.zeros(3, 4, dtype=torch.float64), 0
-    def keep_grad(i, parts, out): out.retain_grad(); outs.append(out)
+    def keep_grad(i, out): out.retain_grad(); outs.append(out)
+    watching(model, keep_grad)
     for x in batches:
         outs = []
-        with hf.masked(model, torch.ones(3, 4), keep_grad): logits = model(**{k: v for k, v in x.items() if k != 'labels'}).logits
+        logits = model(**{k: v for k, v in x.items() if k != 'labels'}).logits
         logits, y = (logits, x['labels']) if kind == 'bert' else (logits[:, :-1], x['labels'][:, 1:])
         torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), y.flatten(), reduction='sum').backward()
-        want -= torch.stack([(out.double() * out.grad.double()).sum((0, 1, 3)) for out in outs])
+        want -= torch.stack([(out.double() * out.grad.double()).unflatten(-1, (4, -1)).sum((0, 1, 3)) for out in outs])
         count += int((y != -100).sum())
-    torch.testing.assert_close(hf.score(model, batches, 'taylor').double(), want / count, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(score(model, batches, 'taylor').double(), want / count, rtol=1e-5, atol=1e-7)
 
 def test_gates():
     model, gates = made('gpt2'), HeadGates(3, 4)
@@ -511,13 +500,13 @@ def test_models_in_wrappers(wrapped):
     plain, batches = for_scores('bert')
     model = plain if wrapped == 'parallel' else torch.compile(plain)
     if wrapped != 'compiled': model = torch.nn.DataParallel(model)
-    for method in hf.METHODS: assert torch.equal(hf.score(model, batches, method), hf.score(plain, batches, method))
-    for repair in hf.REPAIRS.values():
+    for method in METHODS: assert torch.equal(score(model, batches, method), score(plain, batches, method))
+    for repair in REPAIRS.values():
         want = repair(plain, KEEP, batches).state_dict()
         found = repair(model, KEEP, batches).state_dict()
         assert {*found} == {*want} and all(torch.equal(x, want[k]) for k, x in found.items())
-    assert hf.evaluate(model, batches, KEEP.float()) == hf.evaluate(plain, batches, KEEP.float())
-    assert hf.shape(model) == (3, 4) and torch.equal(hf.magnitude(model), hf.magnitude(plain))
+    assert mean_loss(model, batches, KEEP.float()) == mean_loss(plain, batches, KEEP.float())
+    assert hf.shape(model) == (3, 4) and torch.equal(score(model, None, 'magnitude'), score(plain, None, 'magnitude'))
     with hf.gated(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
     assert gates.log_alpha.grad.abs().sum() > 0
     with hf.masked(model, KEEP.float()): masked = hidden(plain.eval())
@@ -530,7 +519,7 @@ def test_adapters_are_merged_first():
         def merge_and_unload(self): return self.base_model
         def get_base_model(self): return self.base_model
     peft, message = PeftModelForCausalLM(), r'model=PeftModelForCausalLM: an adapter; merge it first: model.merge_and_unload\(\)'
-    for ask in (lambda: hf.remove_heads(peft, KEEP), lambda: hf.score(peft, [batch('gpt2')], 'entropy'), lambda: hf.evaluate(peft, [batch('gpt2')])):
+    for ask in (lambda: hf.remove_heads(peft, KEEP), lambda: score(peft, [batch('gpt2')], 'entropy'), lambda: mean_loss(peft, [batch('gpt2')])):
         with pytest.raises(ValueError, match=message): ask()
 
 def test_the_trainer(tmp_path):

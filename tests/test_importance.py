@@ -80,7 +80,7 @@ def test_repairs_of_whole_layers_and_of_nothing(kind):
         assert small.cfg.heads == [4, 0, 4] and math.isfinite(evaluate(small, IDS))
 
 def test_texts_that_are_too_short():
-    for method, said in (('gradient', '8 streams of one segment need 65'), ('leave_one_out', 'few for 8 streams; give 65'), ('entropy', '8 streams with a full memory need 129')):
+    for method, said in (('gradient', '8 streams of one segment need 65'), ('leave_one_out', '8 streams of one segment need 65'), ('entropy', '8 streams with a full memory need 129')):
         with pytest.raises(ValueError, match=f'score_tokens=20: {said}'): score(model(), IDS[:20], method)
     for method, n in (('gradient', 65), ('leave_one_out', 65), ('entropy', 129)): assert score(model(), IDS[:n], method).isfinite().all()
 
@@ -91,14 +91,14 @@ def test_bad_input_is_named_and_the_model_left_in_its_mode():
                       (lambda: score(net, IDS + 27, 'gradient'), 'corpus=text: symbol'),
                       (lambda: score(net, IDS[:20], 'entropy'), 'score_tokens=20'),
                       (lambda: score(net, IDS, None), 'method=None: unknown'),
-                      (lambda: score(net, IDS, 'random', z=ones[:2]), r'z=\(2, 4\): not a number for each of 3 x 4 heads'),
+                      (lambda: score(net, IDS, 'random', z=ones[:2]), r'z=\(2, 4\): not \(layers, heads\) = \(3, 4\)'),
                       (lambda: score(net, IDS, lambda *_: math.nan * ones), 'scores=.*: not a number'),
                       (lambda: keep_mask([[1., math.nan]], .5), 'scores=nan: not a number'),
                       (lambda: keep_mask(ones, '0.4'), 'sparsity=0.4: not a share'),
                       (lambda: choose_heads(net, 'never read', 'leave_one_out', 2.), 'sparsity=2.0: not a share'),
                       (lambda: score(net, IDS.astype(float), 'gradient'), 'text=float64: not ids'),
                       (lambda: score(net, IDS, 'leave_one_out', batch='8'), 'batch=8: not a number of streams'),
-                      (lambda: attention_statistics(net, IDS, ['entropie']), 'statistic=entropie: unknown; give entropy, sparsity'),
+                      (lambda: attention_statistics(net, IDS, ['entropie']), 'statistic=entropie: unknown; give entropy'),
                       (lambda: remove_heads(net, ones - 2), 'keep=-1.0: not 0 or 1'),
                       (lambda: remove_heads(net, math.nan * ones), 'keep=nan: not a finite number'),
                       *((lambda repair=repair: REPAIRS[repair](net, .5 * ones, IDS), 'keep=0.5: not 0 or 1; give keep_mask') for repair in REPAIRS),
@@ -135,3 +135,26 @@ def test_models_in_wrappers(wrapped): # which nobody calls: that would compile
     for method in METHODS: assert torch.equal(score(net, IDS, method, batch=4), score(plain, IDS, method, batch=4))
     assert torch.equal(choose_heads(net, IDS, 'taylor', .5), choose_heads(plain, IDS, 'taylor', .5))
     assert torch.equal(attention_statistics(net, IDS)['entropy'], attention_statistics(plain, IDS)['entropy'])
+
+def test_a_score_from_outside_works_for_both_kinds_of_model():
+    transformers = pytest.importorskip('transformers')
+    gpt2 = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=3, n_head=4, n_positions=40)).eval()
+    def loudness(heads, z): # mean square of what each head puts out
+        found = torch.zeros(z.shape)
+        def look(i, x): found[i] += x.detach().unflatten(-1, (z.shape[1], -1)).square().sum((0, 2))
+        heads.outputs(look)
+        return found * z
+    net, ids = model(mem_len=0).eval(), torch.as_tensor(IDS[:41])[None]
+    seen, attend = [], net.layers[1].attn.attend
+    net.layers[1].attn.attend = lambda *args, **how: seen.append(attend(*args, **how)) or seen[-1]
+    found = score(net, IDS[:41], loudness, batch=1)
+    torch.testing.assert_close(found[1], sum(x.detach().square().sum((0, 2, 3)) for x in seen))
+    seen.clear()
+    gpt2.transformer.h[1].attn.c_proj.register_forward_hook(lambda f, args, out: seen.append(args[0].detach()))
+    found = score(gpt2, dict(input_ids=ids[:, :40]), loudness)
+    torch.testing.assert_close(found[1], seen[0].unflatten(-1, (4, -1)).square().sum((0, 1, 3)))
+    z = torch.ones(3, 4)
+    z[1, 2] = 0
+    assert score(gpt2, dict(input_ids=ids[:, :40]), loudness, z=z).isinf().nonzero().tolist() == [[1, 2]]
+    keep = choose_heads(gpt2, [dict(input_ids=ids[:, :40])], loudness, .5)
+    assert int(keep.sum()) == 6 and sum(map(len, REPAIRS['least_squares'](gpt2, keep, dict(input_ids=ids[:, :40])).config.kept_heads)) == 6
