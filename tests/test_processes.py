@@ -167,7 +167,7 @@ def test_any_exception_ends_all(folder):
 WAITS = '''
 import functools, os, signal
 from allatt_prune.engine import cli, run
-cli.parallel = functools.partial(cli.parallel, patience=5)
+run.parallel = functools.partial(run.parallel, patience=5)
 train = run.train
 def after(t):
     if t.step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)

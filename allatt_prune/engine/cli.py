@@ -7,7 +7,7 @@ __all__ = ['GROUPS', 'SHOWN', 'SCORES', 'CHOICES', 'DOCS', 'COMMANDS', 'COMMON',
            'parser', 'main']
 
 # %% ../../nbs/engine/08_cli.ipynb #78990def
-import argparse, functools, itertools, logging, os, signal, sys, textwrap, time, warnings
+import argparse, functools, itertools, logging, math, os, signal, sys, textwrap, time, warnings
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,34 +16,41 @@ from .. import __version__
 from ..config import GIVEN, RECIPES, SETTINGS, LMConfig, Recipe, adjusted, get_recipe
 from ..data import DataError, symbol_ids, visible
 
+def _load(): # libraries that take seconds to import, which --help does not need
+    global HeadGates, LM, evaluate, torch, importance, repair, targets, timing
+    global checkpoint, corpora, report, resume, run
+    import torch
+    from allatt_prune import importance, repair, targets, timing
+    from allatt_prune.engine import checkpoint, corpora, report, resume, run
+    from allatt_prune.gates import HeadGates
+    from allatt_prune.model import LM
+    from allatt_prune.train import evaluate
+
 # %% ../../nbs/engine/08_cli.ipynb #a9d1c0e1
-def _open(args, *names, choose=False): # names: models to look for in the folder of a run; choose: heads will be
-    from allatt_prune.engine import checkpoint, run
-    from allatt_prune import gates, model
-    path, device = Path(args.model), run.pick_device(args.device)
+def _open(args, *names, device='cpu', choose=False): # names: models to look for in a run's folder
+    path = Path(args.model)
     if not (checkpoint.place(path)/'config.json').exists():
         path = next((path/name for name in names if (path/name).exists()), path)
-    lm, (_, parts) = model.LM.from_pretrained(path).to(device), checkpoint.load(path)
-    if 'vocab' not in parts: raise OSError(f'checkpoint={path}: saved without its vocabulary; save it again')
-    if choose and lm.cfg.heads is not None:
+    model, (_, parts) = LM.from_pretrained(path).to(device), checkpoint.load(path)
+    gates = HeadGates.from_pretrained(path).to(device) if 'gates' in parts else None
+    if 'vocab' not in parts: raise OSError(f'checkpoint={path}: saved without its vocabulary; save both')
+    if choose and model.cfg.heads is not None:
         raise OSError(f'checkpoint={path}: heads were removed already; give a model with all of them')
-    if choose and 'gates' in parts and 'gate' != vars(args).get('method'):
+    if choose and gates and vars(args).get('method') != 'gate':
         warnings.warn(f'checkpoint={path}: its gates are ignored; heads are chosen again')
-    return path, lm, parts, gates.HeadGates.from_pretrained(path).to(device) if 'gates' in parts else None
+    return path, model, parts, gates
 
-def _corpus(path, parts): # that of a model's run, or of its recipe; pydocs for a model that comes with the package
-    from allatt_prune.engine import checkpoint, run
+def _corpus(path, parts): # that of a model's run or recipe; pydocs for a model of the package
     if checkpoint.place(path) in checkpoint.shipped().values(): return 'pydocs'
     with suppress(OSError): return run.stored_recipe(path.resolve().parent).corpus
     return parts.get('recipe', {}).get('corpus', 'pydocs')
 
 # %% ../../nbs/engine/08_cli.ipynb #fede0856
 def _recipe(args, run_dir): # what to run, and the model to begin with, if any
-    from allatt_prune.engine import run
-    recipe, baseline, name = RECIPES[args.named or 'tiny'], None, args.named
-    changes = {f: x for f, x in vars(args).items() if f in SETTINGS}
+    name, baseline, changes = args.named, None, {f: x for f, x in vars(args).items() if f in SETTINGS}
     if 'lam' in changes and args.heads is None and not changes.keys() & {'method', 'sparsity'}:
-        changes |= dict(method='gates', sparsity=0.) | {f: getattr(Recipe, f) for f in ('repair', 'rounds', 'per_layer')}
+        changes = dict(method='gates', sparsity=0., repair='nothing', per_layer=False) | changes
+    recipe = get_recipe(name or 'tiny')
     if args.resume:
         was = run.stored_recipe(run_dir)
         recipe = adjusted(recipe, corpus=was.corpus) if name and args.command != 'prune' else was
@@ -57,71 +64,67 @@ def _recipe(args, run_dir): # what to run, and the model to begin with, if any
     return adjusted(recipe, **changes), baseline
 
 def _train(args): # run, train and prune
-    from allatt_prune import repair, targets
-    from allatt_prune.engine import report, resume, run
     args.named = args.named or vars(args).get('recipe')
-    usual = 'pruned' if args.command == 'prune' else args.named or 'tiny'
-    run_dir = Path(f'runs/{usual}' if args.run_dir is None else args.run_dir)
+    default = 'runs/pruned' if args.command == 'prune' else f"runs/{args.named or 'tiny'}"
+    run_dir = Path(default if args.run_dir is None else args.run_dir)
     recipe, baseline = _recipe(args, run_dir)
-    models = run.MODELS[:1] if args.command == 'train' else [
-        name for name in run.MODELS if name != 'control' or args.command == 'run' or args.control]
+    models = [name for name in run.MODELS if name != 'control' or vars(args).get('control', True)]
+    if args.command == 'train': models = models[:1]
     with run.parallel(args.device) as device:
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline, choose=repair.chooser(recipe), gating=targets.gates_for)
         if resume.Processes().rank: return
     kept = next((r['heads'] / r['of'] for r in rows if r['model'] == 'pruned'), None)
     if kept in (0, 1) and not recipe.sparsity and not recipe.sizes:
-        warnings.warn(f'lam={recipe.lam:g}: {"no" if kept else "every"} head was removed; try another value')
+        warnings.warn(f"lam={recipe.lam:g}: {'no' if kept else 'every'} head was removed; try another")
     left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
     print(report.table(rows), report.explained(rows), visible(left), sep='\n\n')
 
 # %% ../../nbs/engine/08_cli.ipynb #7228b77b
 def _evaluate(args):
-    from allatt_prune.train import evaluate
-    from allatt_prune.engine import resume, run
-    with run.parallel(args.device) as args.device:
-        path, model, parts, gates = _open(args, 'pruned', 'baseline')
-        text = run.text_for(path, args.corpus or _corpus(path, parts), args.cache, args.unit, (args.split,))
+    with run.parallel(args.device) as device:
+        path, model, parts, gates = _open(args, 'pruned', 'baseline', device=device)
+        corpus, world = args.corpus or _corpus(path, parts), resume.Processes()
+        text = run.text_for(path, corpus, args.cache, args.unit, (args.split,))
         if args.mem_len is not None: model = model.with_memory(args.mem_len)
         n = parts.get('recipe', {}).get('eval_tokens', 0) if args.tokens is None else args.tokens
-        ids, world = getattr(text, args.split)[:n or None], resume.Processes()
+        ids = getattr(text, args.split)[:n or None]
         bar = resume.Progress('evaluation', len(ids) // world.size, show=world.rank == 0)
-        loss = evaluate(model, ids, gates and gates(), args.batch, world=world, after=lambda n: bar.update(n=n))
+        z = gates and gates()
+        loss = evaluate(model, ids, z, args.batch, world=world, after=lambda n: bar.update(n=n))
         bar.close()
-        said = f'{args.split} of {visible(Path(text.name).name)}: {loss}, {text.unknown(ids[1:]):.1%} of them unknown'
-        if world.rank == 0: print(said)
+        name, unknown = visible(Path(text.name).name), text.unknown(ids[1:])
+        if world.rank == 0: print(f'{args.split} of {name}: {loss}, {unknown:.1%} of them unknown')
 
 def _score(args):
-    from allatt_prune import importance
-    from allatt_prune.engine import report, run
-    path, model, parts, gates = _open(args, 'baseline', choose=True)
+    path, model, parts, gates = _open(args, 'baseline', device=run.pick_device(args.device), choose=True)
     text = run.text_for(path, args.corpus or _corpus(path, parts), args.cache, args.unit, ('train',))
-    scores = importance.score(model, text.train[:args.score_tokens], args.method, seed=args.seed, gates=gates)
-    sparsity = args.sparsity if args.heads is None else 1 - args.heads / scores.numel()
+    ids, shape = text.train[:args.score_tokens], (model.cfg.n_layer, model.cfg.n_head)
+    sparsity = args.sparsity if args.heads is None else 1 - args.heads / math.prod(shape)
+    importance.keep_mask(torch.zeros(shape), sparsity, args.per_layer) # refuse first, score later
+    scores = importance.score(model, ids, args.method, seed=args.seed, gates=gates)
     keep = importance.keep_mask(scores, sparsity, args.per_layer)
     rows = [[f'layer {i}', *(f'{x:.4g}' if k else f'({x:.4g})' for x, k in zip(*row)), int(row[1].sum())]
             for i, row in enumerate(zip(scores.tolist(), keep), 1)]
-    print(report.markdown(['', *(f'head {h}' for h in range(1, scores.shape[1] + 1)), 'kept'], rows))
-    print(f'\n{args.method} on {args.score_tokens:,} {text.units} of {visible(text.name)}; higher is more important; '
-          f'in brackets: the {(~keep).sum()} of {keep.numel()} heads to remove')
+    print(report.markdown(['', *(f'head {h}' for h in range(1, shape[1] + 1)), 'kept'], rows))
+    print(f'\n{args.method} on {len(ids):,} {text.units} of {visible(text.name)}; higher is more important; in '
+          f'brackets: the {(~keep).sum()} of {keep.numel()} heads to remove')
 
 def _sample(args):
-    import torch
-    path, model, parts, gates = _open(args, 'pruned', 'baseline')
-    word, symbols = parts['vocab']['unit'] == 'word', parts['vocab']['symbols']
+    _, model, parts, gates = _open(args, 'pruned', 'baseline', device=run.pick_device(args.device))
+    unit, symbols = parts['vocab']['unit'], parts['vocab']['symbols']
     prompt = sys.stdin.read().removesuffix('\n') if args.prompt == '-' else args.prompt
-    pieces = prompt.replace('\n', ' <eos> ').split() or ['<eos>'] if word else list(prompt or ' ')
-    ids = torch.tensor([symbol_ids(pieces, symbols, parts['vocab']['unit'], 'prompt')], device=model.pos.device)
+    pieces = (prompt or '\n').replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt or ' ')
+    ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=model.pos.device)
     torch.manual_seed(args.seed)
-    for new in itertools.chain([ids], model.write(ids, args.n, args.temperature, gates and gates(), args.top_k)):
+    written = model.write(ids, args.n, args.temperature, gates and gates(), args.top_k)
+    for new in itertools.chain([ids], written):
         text = [symbols[i] for i in new[0].tolist()]
-        print(' '.join(text).replace('<eos>', '\n') + ' ' if word else ''.join(text), end='', flush=True)
+        text = ' '.join(text).replace('<eos>', '\n') + ' ' if unit == 'word' else ''.join(text)
+        print(text, end='', flush=True)
     print()
 
 def _time(args):
-    import torch
-    from allatt_prune import timing
-    from allatt_prune.engine import corpora, report, run
     r = get_recipe(args.recipe or 'tiny', **{f: x for f, x in vars(args).items() if f in SETTINGS})
     text, device = corpora.load_corpus(args.corpus, args.cache), run.pick_device(args.device)
     rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}",
@@ -139,9 +142,7 @@ SCORES = '''leave_one_out random magnitude entropy sparsity distance concentrati
             output_difference gradient taylor'''.split()
 CHOICES = dict(method=['gates', 'subset', *SCORES],
                repair='nothing scaled mean_folded least_squares'.split())
-DOCS = docments(Recipe) | docments(LMConfig) | dict( # the comment beside each field
-    method='gates or subset, which are trained, or a score (see allatt-prune score --help)',
-    repair=f"after a score removed heads: {', '.join(CHOICES['repair'])}")
+DOCS = docments(Recipe) | docments(LMConfig) # the comment beside each field
 
 def boolean(text): return dict(true=True, false=False).get(text, text)
 def integers(text): return [int(x) for x in text.split(',') if x]
@@ -156,9 +157,9 @@ def _option(group, name, usual, help, **how): # usual: a default, choices that b
     if usual is False: return group.add_argument(flag, action='store_true', help=help)
     if usual is kind: usual = None
     elif usual != '': help += ' (default: %(default)s)'
-    parts = dict(type=dict(bool=boolean, list=integers).get(kind.__name__, kind), default=usual, choices=choices,
-                 metavar=kind.__name__ if '-' in flag else flag)
-    group.add_argument(flag, help=help, **parts | how)
+    metavar, parse = kind.__name__ if '-' in flag else flag, {bool: boolean, list: integers}.get(kind, kind)
+    how = dict(type=parse, default=usual, choices=choices, metavar=metavar, help=help) | how
+    group.add_argument(flag, **how)
 
 def _setting(group, f): # an option for a field of a recipe
     kind = next(field.type for field in fields(Recipe) if field.name == f)
@@ -167,7 +168,7 @@ def _setting(group, f): # an option for a field of a recipe
             choices=[True, False] if kind is bool else CHOICES.get(f))
 
 # %% ../../nbs/engine/08_cli.ipynb #a9d1c0e5
-_RECIPE = dict(recipe=(str, f"{', '.join(RECIPES)} (default: tiny)", dict(nargs='?', choices=[*RECIPES])))
+_RECIPE = dict(recipe=(str, ', '.join(RECIPES) + ' (default: tiny)', dict(nargs='?')))
 _MODEL = str, 'name or folder of a model, or folder of a run'
 _RUN = dict(run_dir=(str, 'new folder (default: runs/RECIPE, or runs/pruned)'),
             resume=(False, 'continue the run in that folder'))
@@ -197,7 +198,7 @@ COMMANDS = dict( # function, what it does, example, options
         dtype=(['float32', 'bfloat16'], 'of matrix products'))))
 COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)'),
               device=('auto', 'auto, cpu or cuda'), debug=(False, 'show tracebacks'))
-SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # settings of `time`
+SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # for `time`
 
 # %% ../../nbs/engine/08_cli.ipynb #a9d1c0e6
 class Parser(argparse.ArgumentParser):
@@ -211,10 +212,11 @@ def _command(jobs, name, job, does, example, options):
     others = ' '.join('--' + f.replace('_', '-') for f in settings if f not in SHOWN)
     more = textwrap.fill(others and f'other settings: {others}', 118, break_on_hyphens=False)
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=118)
-    p = jobs.add_parser(name, help=does, usage=f'%(prog)s {[*options][0].upper()} [options]', add_help=False,
-                        allow_abbrev=False, epilog=f'example: allatt-prune {name} {example}\n{more}', formatter_class=layout)
+    p = jobs.add_parser(name, help=does, formatter_class=layout, add_help=False, allow_abbrev=False,
+                        usage=f'%(prog)s {[*options][0].upper()} [options]',
+                        epilog=f'example: allatt-prune {name} {example}\n{more}')
     p.set_defaults(job=job)
-    groups = {group: p.add_argument_group(group) for group in (*GROUPS, 'output' if train else 'options')}
+    groups = {name: p.add_argument_group(name) for name in (*GROUPS, 'output' if train else 'options')}
     data, *_, output = groups.values()
     either = data.add_mutually_exclusive_group(required=prune)
     for option, (usual, help, *how) in (options | COMMON).items():
@@ -222,13 +224,13 @@ def _command(jobs, name, job, does, example, options):
         exclusive = train and option in ('model', 'recipe') or prune and option == 'resume'
         _option(either if exclusive else first, option, usual, help, **dict(*how))
     for f in settings: _setting(groups.get(SHOWN.get(f), output), f)
-    if train: (data if prune else either).add_argument('--recipe', dest='named', choices=[*RECIPES], metavar='str',
-                                                       help='settings to begin with')
+    named = dict(dest='named', choices=[*RECIPES], metavar='str', help='settings to begin with')
+    if train: (data if prune else either).add_argument('--recipe', **named)
     output.add_argument('-h', '--help', action='help', help='show this help')
 
 def parser() -> Parser:
     "Commands and their options."
-    p = Parser(prog='allatt-prune', description='Learn which attention heads a model needs, and delete the others.')
+    p = Parser(prog='allatt-prune', description='Learn which attention heads a model needs; delete the others.')
     p.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
     jobs = p.add_subparsers(dest='command', required=True, metavar='command')
     for name, spec in COMMANDS.items(): _command(jobs, name, *spec)
@@ -237,7 +239,9 @@ def parser() -> Parser:
 # %% ../../nbs/engine/08_cli.ipynb #1590acf3
 def _end(*_): os.write(2, b'allatt-prune: stopped by SIGINT\n'), os._exit(130)
 
-def _own_process(): # warnings are one line, and a sign that the terminal lacks becomes ?
+def _stop(signum, frame): raise resume.Stopped(signum)
+
+def _own_process(): # a warning is one line, and a sign that the terminal lacks becomes ?
     signal.signal(signal.SIGINT, _end)                         # while libraries are still loading
     for stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='replace')
     warnings.simplefilter('always', UserWarning)
@@ -245,30 +249,29 @@ def _own_process(): # warnings are one line, and a sign that the terminal lacks 
     logging.getLogger('allatt_prune').addHandler(logging.StreamHandler())
     logging.getLogger('allatt_prune').setLevel(logging.INFO)
 
-def _message(e, world): # one line
-    if type(e) is RuntimeError and world.size > 1:
-        late = 'waited too long for another one; see whether that was stopped'
-        return f"process={world.rank}: {late if 'imed out' in str(e) else 'ended with another one; see what that says'}"
-    text = str(e) or type(e).__name__
-    return visible(text if isinstance(e, (ValueError, OSError)) else text.splitlines()[0])
+def _message(e): # one line
+    world, text = resume.Processes(), str(e) or type(e).__name__
+    if isinstance(e, (ValueError, OSError)): return visible(text)
+    if type(e) is not RuntimeError or world.size == 1: return visible(text.splitlines()[0])
+    late = 'waited too long for another one; see whether that was stopped'
+    return f"process={world.rank}: {late if 'imed out' in text else 'another one ended'}"
 
 def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
     if argv is None: _own_process()
     args = parser().parse_args(argv)
-    from allatt_prune.engine.resume import Processes, Stopped
-    def stop(signum, frame): raise Stopped(signum)
-    for s in (signal.SIGTERM, signal.SIGINT) if argv is None else (): signal.signal(s, stop)
+    _load()
+    for s in (signal.SIGTERM, signal.SIGINT) if argv is None else (): signal.signal(s, _stop)
     try: return args.job(args)
-    except Stopped as e:
+    except resume.Stopped as e:
         hint = '--resume goes on with what was begun' if 'resume' in args else 'start it again'
         message, status = f'{e}; {hint}', 128 + e.signum
     except Exception as e:
         if args.debug: raise
-        message = f'error: {_message(e, Processes())}'
-        status = 2 if isinstance(e, ValueError) and not isinstance(e, DataError) else 1
+        usage = isinstance(e, ValueError) and not isinstance(e, DataError)
+        message, status = f'error: {_message(e)}', 2 if usage else 1
     follower = int(os.environ.get('RANK', 0)) > 0
-    if follower: time.sleep(3)                                 # the first process reports what concerns all
+    if follower: time.sleep(3)                                 # the first reports what concerns all
     if status < 128 or not follower: print(f'allatt-prune: {message}', file=sys.stderr, flush=True)
-    if Processes().size > 1: os._exit(status)                  # without waiting for the others, who may never come
+    if resume.Processes().size > 1: os._exit(status)           # without waiting for the others
     sys.exit(status)
