@@ -182,8 +182,9 @@ def test_a_stopped_process_does_not_stop_the_others_for_ever(folder):
     assert job.returncode != 0 and 'allatt-prune: error: process=0: waited too long for another one; see whether that was stopped' in err, err
     assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
 
-def test_refusals_are_said_once(folder):
-    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', '3')
+@pytest.mark.parametrize('batch,said', (('3', 'batch=3: cannot be shared by 2 processes'), ('three', 'argument --batch: invalid int value')))
+def test_refusals_are_said_once(folder, batch, said):
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', batch)
     _, err = job.communicate(timeout=120)
-    assert job.returncode != 0 and err.count('allatt-prune: error:') == 1 and 'batch=3: cannot be shared by 2 processes' in err
+    assert job.returncode != 0 and err.count('allatt-prune: error:') == 1 and said in err
     assert not (folder/'x').exists()

@@ -201,9 +201,16 @@ COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~
 SHAPE = 'n_layer d_model n_head n_persistent d_ff seg_len mem_len batch seed'.split() # for `time`
 
 # %% ../../nbs/engine/08_cli.ipynb #a9d1c0e6
+def _fail(message, status):
+    follower = int(os.environ.get('RANK', 0)) > 0
+    if follower: time.sleep(3)                                 # the first process reports what concerns all
+    if status < 128 or not follower: print(f'allatt-prune: {message}', file=sys.stderr, flush=True)
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1: os._exit(status) # without waiting for the others
+    sys.exit(status)
+
 class Parser(argparse.ArgumentParser):
     "An error is one line."
-    def error(self, message): self.exit(2, f'allatt-prune: error: {visible(message)}\n')
+    def error(self, message): _fail(f'error: {visible(message)}', 2)
 
 def _command(jobs, name, job, does, example, options):
     train, prune = job is _train, name == 'prune'
@@ -213,7 +220,7 @@ def _command(jobs, name, job, does, example, options):
     more = textwrap.fill(others and f'other settings: {others}', 118, break_on_hyphens=False)
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=118)
     p = jobs.add_parser(name, help=does, formatter_class=layout, add_help=False, allow_abbrev=False,
-                        usage=f'%(prog)s {[*options][0].upper()} [options]',
+                        usage=f"%(prog)s {'[RECIPE]' if 'recipe' in options else 'MODEL'} [options]",
                         epilog=f'example: allatt-prune {name} {example}\n{more}')
     p.set_defaults(job=job)
     groups = {name: p.add_argument_group(name) for name in (*GROUPS, 'output' if train else 'options')}
@@ -270,8 +277,4 @@ def main(argv: list[str]|None = None): # arguments; None: those of the process
         if args.debug: raise
         usage = isinstance(e, ValueError) and not isinstance(e, DataError)
         message, status = f'error: {_message(e)}', 2 if usage else 1
-    follower = int(os.environ.get('RANK', 0)) > 0
-    if follower: time.sleep(3)                                 # the first reports what concerns all
-    if status < 128 or not follower: print(f'allatt-prune: {message}', file=sys.stderr, flush=True)
-    if resume.Processes().size > 1: os._exit(status)           # without waiting for the others
-    sys.exit(status)
+    _fail(message, status)
