@@ -87,7 +87,7 @@ def command_refuses(capfd, line, *said, status=1, prepares=False): # the same of
     capfd.readouterr()
     with pytest.raises(SystemExit) as end: main(line.split())
     out, err = capfd.readouterr()
-    assert out == '' and err.startswith('allatt-prune: error: ') and err.count('\n') == 1 and '; ' in err, err
+    assert out == '' and err.startswith('allatt-prune: error: ') and err.count('\n') == 1, err
     for what in said: assert what in err, err
     assert end.value.code == status
     after = state(Path.cwd())
@@ -592,9 +592,11 @@ def test_what_a_model_does_not_know_is_counted(home, capfd, share):
     assert (text.unknown(text.test), text.unknown(text.train)) == (pytest.approx(share, rel=.01), 0)     # one <eos> more
     assert [m.split(', and')[0] for m in ours(said)] == [f'corpus=d: the model does not know {text.unknown(text.test):.1%} of the words in test'] * (share > .01001)
     capfd.readouterr()
-    main('evaluate m --corpus d --split test --device cpu'.split())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        main('evaluate m --corpus d --split test --device cpu'.split())
     out, err = capfd.readouterr()
-    assert f' tokens, {share:.1%} of them unknown\n' in out and ('warning' in err) == (share > .01001)
+    assert f' tokens, {share:.1%} of them unknown\n' in out and len(ours(said)) == (share > .01001)
     main('evaluate m --corpus d --split valid --device cpu'.split())
     main('score m --corpus d --method magnitude --device cpu'.split())
     out, err = capfd.readouterr()
@@ -690,7 +692,7 @@ def test_evaluate_refuses(trained, capfd):
     checkpoint.save('odd', config, **parts | dict(vocab=[]))
     command_refuses(capfd, 'evaluate odd --corpus a.txt', 'vocab.json is damaged')
     command_refuses(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=[2, 5]', status=2)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', 'split=last', status=2)
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', "argument --split: invalid choice: 'last'", status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', '--mem-len=-1', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', '--mem-len=few', status=2)

@@ -7,7 +7,7 @@ from execnb.shell import CaptureShell
 from allatt_prune.engine.cli import main
 from allatt_prune.engine.run import stored_recipe
 from allatt_prune.experiment import SMALL, command
-from allatt_prune.train import get_recipe
+from allatt_prune.config import get_recipe
 
 FOLDER = Path(__file__).parent.parent/'nbs'/'experiments'
 NOTEBOOKS = sorted(p for p in FOLDER.glob('[!_]*.ipynb') if p.stem != 'experiment') # _: not run yet

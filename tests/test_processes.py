@@ -7,7 +7,7 @@ from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.engine.resume import Processes, Stopped, train
-from allatt_prune.train import get_recipe
+from allatt_prune.config import get_recipe
 
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
              steps=20, warmup=2, prune_steps=20, prune_warmup=2, lam_warmup=4, gate_steps=12, gate_lr=.1, lam=.3, eval_tokens=400)
