@@ -107,8 +107,8 @@ def _score(args):
     rows = [[f'layer {i}', *(f'{x:.4g}' if k else f'({x:.4g})' for x, k in zip(*row)), int(row[1].sum())]
             for i, row in enumerate(zip(scores.tolist(), keep), 1)]
     print(report.markdown(['', *(f'head {h}' for h in range(1, shape[1] + 1)), 'kept'], rows))
-    print(f'\n{args.method} on {len(ids):,} {text.units} of {visible(text.name)}, {text.unknown(ids):.1%} of '
-          f'them unknown; in brackets: the {(~keep).sum()} of {keep.numel()} heads to remove')
+    print(f'\n{args.method} on {len(ids):,} {text.units} of {visible(text.name)}, {text.unknown(ids):.1%} '
+          f'of them unknown; in brackets: the {(~keep).sum()} of {keep.numel()} heads to remove')
 
 def _sample(args):
     _, model, parts, gates = _open(args, 'pruned', 'baseline', device=run.pick_device(args.device))
@@ -238,7 +238,7 @@ def _command(jobs, name, job, does, example, options):
 
 def parser() -> Parser:
     "Commands and their options."
-    p = Parser(prog='allatt-prune', description='Learn which attention heads a model needs. Delete the rest.')
+    p = Parser(prog='allatt-prune', description='Find the attention heads a model needs, delete the rest.')
     p.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
     jobs = p.add_subparsers(dest='command', required=True, metavar='command')
     for name, spec in COMMANDS.items(): _command(jobs, name, *spec)
