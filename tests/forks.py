@@ -4,7 +4,7 @@ from pathlib import Path
 
 SERVER = '''
 import json, os, runpy, signal, sys, traceback
-import matplotlib.pyplot, torch._dynamo, allatt_prune.engine.cli
+import matplotlib.pyplot, torch._dynamo, allatt_prune.repair, allatt_prune.targets, allatt_prune.engine.run
 
 def run(args, cwd, env, files):
     signal.alarm(300)

@@ -1,25 +1,27 @@
 "What importing and asking for help costs, and which names there are."
-import importlib, json, os, subprocess, sys
+import importlib, json, os, re, subprocess, sys
 from pathlib import Path
 import pytest
 import allatt_prune
 
 def python(*args): return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent)
 
-COMMANDS = [sys.executable, '-m', 'allatt_prune'], [str(Path(sys.executable).with_name('allatt-prune'))]
-SLOW = 'torch', 'matplotlib', 'safetensors', 'pooch', 'allatt_prune.engine.cli'
+SCRIPT = re.search('^console_scripts = allatt-prune=(.+):(.+)$', (Path(__file__).parent.parent/'settings.ini').read_text(encoding='utf-8'), re.M)
+COMMANDS = [sys.executable, '-m', 'allatt_prune'], [sys.executable, '-c', 'from {} import {} as start; start()'.format(*SCRIPT.groups())]
+SLOW = 'torch', 'transformers', 'matplotlib', 'safetensors', 'pooch'
 
 @pytest.mark.parametrize('command', COMMANDS, ids=['module', 'script'])
-@pytest.mark.parametrize('asked', ['--help', '-h', 'run --help', 'prune tiny-books --help', 'time -h', 'download --help'])
+@pytest.mark.parametrize('asked', ['--help', '-h', 'run --help', 'prune tiny-books --help', 'time -h', 'score --help'])
 def test_help_comes_without_slow_libraries(command, asked):
     done = subprocess.run([*command, *asked.split()], capture_output=True, text=True, timeout=300, env=os.environ | dict(PYTHONPROFILEIMPORTTIME='1'))
     loaded = {line.split('|')[-1].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0 and done.stdout.startswith('usage: allatt-prune') and 'allatt_prune.engine.options' in loaded, done.stderr[-500:]
+    assert done.returncode == 0 and done.stdout.startswith('usage: allatt-prune') and 'allatt_prune.engine.cli' in loaded, done.stderr[-500:]
     assert not loaded & set(SLOW)
 
-def test_a_mistake_beside_help_is_still_one_line():
-    done = python('-m', 'allatt_prune', 'fly', '--help')
-    assert (done.returncode, done.stdout) == (2, '') and done.stderr.startswith("allatt-prune: error: argument command: invalid choice: 'fly'") and done.stderr.count('\n') == 1
+def test_a_mistake_is_one_line_without_slow_libraries():
+    for words, said in (('fly --help', "argument command: invalid choice: 'fly'"), ('run --steps ten', "argument --steps: invalid int value: 'ten'")):
+        done = python('-c', f"import sys; sys.argv[1:] = {words.split()}\nfrom allatt_prune.engine.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)")
+        assert (done.returncode, done.stdout) == (2, 'False\n') and done.stderr.startswith(f'allatt-prune: error: {said}') and done.stderr.count('\n') == 1
 
 def cpu_seconds(code): # of a process, beside what the system does for it
     done = python('-c', f'import os\n{code}\nprint(os.times().user)')
@@ -27,7 +29,7 @@ def cpu_seconds(code): # of a process, beside what the system does for it
     return float(done.stdout)
 
 def test_importing_takes_less_than_two_seconds_beyond_torch():
-    for what in ('allatt_prune', 'allatt_prune.engine.cli'):
+    for what in ('allatt_prune', 'allatt_prune.engine.run'):
         assert min(cpu_seconds(f'import {what}') for _ in range(3)) - min(cpu_seconds('import torch') for _ in range(3)) < 2
 
 NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='train', evaluate='train', remove_heads='remove')

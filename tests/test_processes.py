@@ -8,7 +8,7 @@ from allatt_prune.gates import HeadGates
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM
 from allatt_prune.engine.resume import Processes, Stopped, train
-from allatt_prune.train import get_recipe
+from allatt_prune.config import get_recipe
 
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
              steps=20, warmup=2, prune_steps=20, prune_warmup=2, lam_warmup=4, gate_steps=12, gate_lr=.1, lam=.3, eval_tokens=400)
@@ -168,7 +168,7 @@ def test_any_exception_ends_all(folder):
 WAITS = '''
 import functools, os, signal
 from allatt_prune.engine import cli, run
-cli.parallel = functools.partial(cli.parallel, patience=5)
+run.parallel = functools.partial(run.parallel, patience=5)
 train = run.train
 def after(t):
     if t.step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)
@@ -183,8 +183,9 @@ def test_a_stopped_process_does_not_stop_the_others_for_ever(folder):
     assert job.returncode != 0 and 'allatt-prune: error: process=0: waited too long for another one; see whether that was stopped' in err, err
     assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
 
-def test_refusals_are_said_once(folder):
-    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', '3')
+@pytest.mark.parametrize('batch,said', (('3', 'batch=3: cannot be shared by 2 processes'), ('three', 'argument --batch: invalid int value')))
+def test_refusals_are_said_once(folder, batch, said):
+    job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', batch)
     _, err = job.communicate(timeout=120)
-    assert job.returncode != 0 and err.count('allatt-prune: error:') == 1 and 'batch=3: cannot be shared by 2 processes' in err
+    assert job.returncode != 0 and err.count('allatt-prune: error:') == 1 and said in err
     assert not (folder/'x').exists()

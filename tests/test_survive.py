@@ -14,7 +14,8 @@ from allatt_prune.engine.resume import Stopped, read_log, read_metrics, train, w
 from allatt_prune.engine.run import MODELS, ROWS, run, table
 from allatt_prune.targets import gates_for
 from allatt_prune.experiment import outcome, recorded
-from allatt_prune.train import Score, get_recipe, train_steps
+from allatt_prune.config import get_recipe
+from allatt_prune.train import Score, train_steps
 
 RHYME = 'one two buckle my shoe three four knock at the door '
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,

@@ -18,8 +18,6 @@ from filelock import FileLock, Timeout
 from ..data import visible
 from ..gates import HeadGates
 from ..model import LM, LMConfig
-from . import fused
-from .softmax import AdaptiveSoftmax
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
 def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}') # a fresh name
@@ -266,7 +264,8 @@ def _rebuilt(path, part, build): # the module that has this part for its state; 
 
 def build(cfg: LMConfig, cls=LM) -> LM:
     "A new model with the fused attention and the adaptive softmax, as runs make it."
-    return cls(cfg, fused.attend, AdaptiveSoftmax)
+    from allatt_prune.engine import fused, softmax             # here, as they are built upon the model
+    return cls(cfg, fused.attend, softmax.AdaptiveSoftmax)
 
 @patch
 def save_pretrained(self: LM, path: str|Path, **others): # folder to create; more to keep in it, as for `save`

@@ -117,7 +117,9 @@ def command_of(
     said = [f for f in SETTINGS if not (model and f in GIVEN)]
     def changes(name): return {f: new for f in said if (new := getattr(recipe, f)) != getattr(RECIPES[name], f)}
     name = min(RECIPES, key=lambda name: len(changes(name)))
-    return command(name, model, **changes(name))
+    new = changes(name)
+    if recipe.sparsity and 'lam' in new: new |= dict(method=recipe.method, sparsity=recipe.sparsity) # lam alone: no share
+    return command(name, model, **new)
 
 # %% ../../nbs/engine/06_report.ipynb #7d44525c
 def opened(name: str) -> str: # of a model, or its folder
