@@ -1,0 +1,29 @@
+"""What was expected of each job, on validation text (bits per character, or perplexity): written down on 25 November 2026 before any
+of them was run. Numbers that repeat a recorded run or the pilot of FACTS.md (small and pruned, 15 heads, characters) are no real predictions."""
+PREDICTED = {
+    ('char', 'small', 15, 'first'): 2.215, ('char', 'small', 15, 'best'): 2.110, ('char', 'small', 15, 'paper'): 2.200,
+    ('char', 'narrow', 15, 'first'): 2.165, ('char', 'narrow', 15, 'best'): 2.095, ('char', 'narrow', 15, 'paper'): 2.148,
+    ('char', 'pruned', 15, 'best'): 2.101, ('char', 'pruned', 15, 'paper'): 2.195, ('char', 'gates', 15, 'best'): 2.100,
+    ('char', 'small', 10, 'first'): 2.285, ('char', 'small', 10, 'best'): 2.158, ('char', 'small', 10, 'paper'): 2.270,
+    ('char', 'narrow', 10, 'first'): 2.222, ('char', 'narrow', 10, 'best'): 2.140, ('char', 'narrow', 10, 'paper'): 2.207,
+    ('char', 'pruned', 10, 'best'): 2.152, ('char', 'pruned', 10, 'paper'): 2.275,
+    ('word', 'small', 15, 'first'): 107.5, ('word', 'small', 15, 'best'): 103.5, ('word', 'small', 15, 'paper'): 106.5,
+    ('word', 'narrow', 15, 'first'): 108., ('word', 'narrow', 15, 'best'): 104., ('word', 'narrow', 15, 'paper'): 107.,
+    ('word', 'pruned', 15, 'best'): 102.5, ('word', 'pruned', 15, 'paper'): 105.}
+# characters: what another dropout than the paper's in the first steps, and another than the first of `now` in the 12,000 after them, changes
+BEFORE = {('first', 'small', 'none'): -.08, ('first', 'small', 'half'): -.05, ('first', 'narrow', 'none'): -.03,
+          ('first', 'narrow', 'half'): -.035, ('best', 'small', 'none'): .005, ('best', 'small', 'half'): -.005,
+          ('best', 'narrow', 'none'): .005, ('best', 'narrow', 'half'): -.003}
+NOW = dict(best=dict(none=0., half=.02, paper=.103), paper=dict(paper=0., half=-.03, none=-.054))
+RIVALS = dict(none=-.05, half=-.045, paper=0.) # small and narrow under the paper's training, with this dropout all through
+SHORT = {('small', 3000): 2.34, ('small', 6000): 2.24, ('small', 12000): 2.165, ('small', 36000): 2.105,
+         ('pruned', 1500): 2.175, ('pruned', 3000): 2.147}
+
+def predicted(job):
+    "What was expected of a job; None: nothing was."
+    if job.steps: return SHORT.get((job.arm, job.steps)) if job.text == 'char' else None
+    x = PREDICTED.get((job.text, job.arm, job.heads, job.training))
+    if job.text == 'word' or x is None: return x
+    if job.training == 'first': return round(x + BEFORE.get(('first', job.arm, job.before), 0.), 4)
+    if job.training == 'paper' and job.arm != 'pruned': return round(x + RIVALS[job.now], 4)
+    return round(x + BEFORE.get((job.training, job.arm, job.before), 0.) + NOW[job.training][job.now], 4)
