@@ -78,7 +78,7 @@ def check_ids(ids, model: LM, name: str): # integers; whose symbols they are; wh
     "DataError unless the model knows all these symbols."
     low, high, n = int(ids.min()), int(ids.max()), model.cfg.vocab
     if 0 <= low and high < n: return
-    raise DataError(f'corpus={name}: symbol {low if low < 0 else high} in it, but the model knows {n}; '
+    raise DataError(f'corpus={name}: symbol {low if low < 0 else high} in it, but the model knows 0 to {n - 1}; '
                     'give the corpus that the model was made for')
 
 def set_seed(seed: int, step: int, whose: str|int):
@@ -235,7 +235,8 @@ def evaluate(
     after: Callable|None = None # called with the number of symbols after every segment
 ) -> Score|None: # nats per token, the same on all processes; None if the training was asked to stop meanwhile
     "Mean negative log-likelihood of a text. ValueError if there is nothing to predict."
-    need(type(batch) is int and batch >= 1, 'batch', batch, 'not a number of streams', 'give 1 or more')
+    if batch != int(batch) or batch < 1: raise ValueError(f'batch={batch}: not a number of streams; give 1 or more')
+    if z is not None and not torch.isfinite(z).all(): raise ValueError('z: not finite; give a number per head')
     ids = ids.cpu().numpy() if torch.is_tensor(ids) else np.asarray(ids)
     row = ids.ndim == 1 and ids.dtype.kind in 'iu'
     need(row, 'text', f'{ids.dtype} {ids.shape}', 'not a row of ids', 'give 1-D integers')

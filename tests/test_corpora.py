@@ -618,7 +618,7 @@ def test_letters_that_are_lost_are_counted(home, told, text, lost):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter('always')
                 load_corpus(name)
-            assert ours(said) == [f'corpus={name}: {line}, and became spaces; give unit=raw to keep them'] * (lost > .05)
+            assert ours(said) == [f'corpus={name}: {line}, and became spaces; unit=raw keeps them'] * (lost > .05)
         assert [line in x for x in told()] == [True, True]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
@@ -627,7 +627,7 @@ def test_letters_that_are_lost_are_counted(home, told, text, lost):
 def test_a_text_without_any_of_the_letters(home):
     made('a.txt', 'λόγος ' * 100), made('d/a.txt', 'λόγος ' * 100)
     for name in ('a.txt', 'd'):
-        refused(name, 'letters outside a-z; give unit=raw to keep them')
+        refused(name, 'letters outside a-z; unit=raw keeps them')
         assert 'λόγος' in whole(load_corpus(name, unit='raw'))
 
 def test_what_a_folder_leaves_out_is_said(home, told):
@@ -704,8 +704,8 @@ def test_ids_outside_the_vocabulary():
         model, corpus = LM(recipe.config(3)), Corpus('toy', ids, ids, ids, ['a', 'b', 'c'], 'char')
         train(model, corpus, recipe)
         ids[10] = wrong
-        with pytest.raises(DataError, match=f'corpus=toy: symbol {wrong} in it, but the model knows 3'): train(model, corpus, recipe)
-        with pytest.raises(DataError, match=f'symbol {wrong} in it, but the model knows 3'): evaluate(model, ids)
+        with pytest.raises(DataError, match=f'corpus=toy: symbol {wrong} in it, but the model knows 0 to 2'): train(model, corpus, recipe)
+        with pytest.raises(DataError, match=f'symbol {wrong} in it, but the model knows 0 to 2'): evaluate(model, ids)
 
 # the fast way against the obvious one
 

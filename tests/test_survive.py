@@ -286,6 +286,8 @@ def test_gates_come_back_as_what_they_were(world, gating, asked):
     if gating is gates_for: assert torch.equal(HeadGates.from_pretrained(f'{name}/gated')(), z)
     else:
         with pytest.raises(OSError, match='gated: not gates of class HeadGates; take z from z.safetensors'): HeadGates.from_pretrained(f'{name}/gated')
+        for p in [Path(name)/'pruned', Path(name)/'report.json']: shutil.rmtree(p) if p.is_dir() else p.unlink()
+        with pytest.raises(OSError, match='gated was made with other gates; give the same gating'): run(recipe, run_dir=name, device='cpu', resume=True)
 
 def test_other_circumstances_are_said(world):
     torch.set_num_threads(2)

@@ -97,7 +97,7 @@ def _prepare(parts, unit, folder, name, about, vocab=None): # pieces of three pa
         kinds = {words[i] if words else chr(i) for i in np.flatnonzero(train)}
         if not ''.join(kinds - {'<eos>', *UNKNOWN.values()}).strip():
             what = 'no text in it; give a file with some thousand words'
-            if about['lost']: what = 'no text in it but letters outside a-z; give unit=raw to keep them'
+            if about['lost']: what = f'no text in it but letters outside a-z; {_keeping(vocab)}'
             raise DataError(f'corpus={name}: {what}')
         vocab, table = _vocabulary(train, later, seen, unit, vocab, name)
         with open(folder/'ids.bin', 'wb') as f: f.writelines(table[ids] for ids in again(0, n))
@@ -113,17 +113,20 @@ def _opened(folder, name, wanted=None): # a prepared corpus, if it is there, who
     except (OSError, ValueError): return None # ValueError: an empty file
     if len(ids) != ends[2] or wanted not in (None, vocab): return None
     corpus = Corpus(name, *np.split(ids, ends[:2]), vocab, unit, about['normal'])
-    if os.environ.get('RANK', '0') == '0': _tell(corpus, **about)
+    if os.environ.get('RANK', '0') == '0': _tell(corpus, _keeping(wanted), **about)
     return corpus
 
-def _tell(corpus, normal, folder, files, left, characters, lost): # what became of a text
+def _keeping(vocab): # how to keep letters that are lost
+    return 'unit=raw keeps them' if vocab is None else 'only a model trained with unit=raw knows them'
+
+def _tell(corpus, keeping, normal, folder, files, left, characters, lost): # what became of a text
     share = f'{lost / max(characters, 1):.1%} of its characters are letters or digits outside a-z, 0-9'
     said = [f'corpus={corpus.name}: {files} file{"s" * (files != 1)}, read as {corpus.kind}']
     if left: said += ['left out: ' + _counted(left)]
     if normal: said += [f'{share}, now spaces']
     if folder or lost: logging.getLogger('allatt_prune').info('; '.join(said))
     if lost > .05 * characters:
-        warnings.warn(f'corpus={corpus.name}: {share}, and became spaces; give unit=raw to keep them')
+        warnings.warn(f'corpus={corpus.name}: {share}, and became spaces; {keeping}')
 
 def _counted(endings): return ', '.join(f'{n} {end or "with no ending"}' for end, n in endings.items())
 
@@ -260,7 +263,7 @@ def load_corpus(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with lock(cache/'lock', 'cache', wait=True):
             sweep(folder.parent)
-            if corpus := _opened(folder, visible(name)): return corpus # another process was faster
+            if corpus := _opened(folder, visible(name), vocab): return corpus # another process was faster
             if os.path.lexists(folder):
                 os.rename(folder, aside := f'{folder}.damaged-{secrets.token_hex(4)}')
                 again = f'damaged; prepared again, delete {visible(aside)}'
@@ -271,4 +274,4 @@ def load_corpus(
                 _prepare(texts, unit, tmp, visible(name), about, vocab)
                 if _stamp(name, parts) != stamp:
                     raise DataError(f'corpus={name}: changed while it was read; try again')
-    return _opened(folder, visible(name))
+    return _opened(folder, visible(name), vocab)

@@ -71,8 +71,12 @@ def run_pipeline(
         if name == 'gated':
             gates, how = gating(recipe)
             for module in (gates, *how.get('keep', {}).values()): module.to(device)
-            if ready: checkpoint.fit(gates, checkpoint.load(run_dir/name)[1].get('gates'), run_dir/name)
-            if ready: gates.freeze()
+            if ready:
+                parts = checkpoint.load(run_dir/name)[1]
+                checkpoint.fit(gates, parts.get('gates'), run_dir/name)
+                gates.freeze()
+                if not torch.equal(gates.eval()().cpu(), parts['z']['z']):
+                    raise OSError(f'run_dir={run_dir}: gated was made with other gates; give the same gating')
         found[name], keep = (LM.from_pretrained(run_dir/name).to(device), None) if ready else new(name)
         more = dict(gates=gates.state_dict(), z=dict(z=gates.eval()())) if name == 'gated' else {}
         if keep is not None: more |= dict(keep=keep.int().tolist())
