@@ -694,8 +694,8 @@ def test_evaluate_refuses(trained, capfd):
     command_refuses(capfd, f'run {TOY} --corpus a.txt --cutoffs 2,5 --run-dir s', 'cutoffs=[2, 5]', status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --split last', "argument --split: invalid choice: 'last'", status=2)
     command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --batch 0', 'batch=0', status=2)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', '--mem-len=-1', status=2)
-    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', '--mem-len=few', status=2)
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len -1', 'mem_len=-1', status=2)
+    command_refuses(capfd, 'evaluate r/pruned --corpus a.txt --mem-len few', "argument --mem-len: invalid int value: 'few'", status=2)
 
 def test_ids_outside_the_vocabulary():
     recipe = get_recipe('tiny', n_layer=1, d_model=8, n_head=2, n_persistent=4, seg_len=8, mem_len=8, batch=4, steps=3)
