@@ -188,6 +188,7 @@ def _sample(args, changes):
     print()
 
 def _time(args, changes):
+    if not all(0 <= share <= 1 for share in args.kept): raise ValueError(f'kept={args.kept}: not shares; give 0 to 1')
     r, text = get_recipe(args.recipe, **changes), load_corpus(args.corpus, args.cache)
     found = time_recipe(r, text, args.kept, pick_device(args.device), getattr(torch, args.dtype))
     rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}", f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}",
