@@ -137,7 +137,7 @@ class Recipe(LMConfig):
     def gates(self):
         "New gates, a `HeadGates`, for that model. ValueError if a number of heads is given, which these cannot promise."
         given = 'sparsity' if self.sparsity else 'sizes'
-        need(not (self.sparsity or self.sizes), given, getattr(self, given), 'for other gates', 'give sparsity.gates_for(recipe)')
+        need(not (self.sparsity or self.sizes), given, getattr(self, given), 'for other gates', 'give targets.gates_for(recipe)')
         from allatt_prune.gates import HeadGates               # here, because a recipe can be read without PyTorch
         return HeadGates(self.n_layer, self.n_head, self.gate_init, scale=self.output_scale, exact=self.l0_exact)
     def pruning(self) -> 'Recipe':

@@ -88,7 +88,7 @@ def test_heads_are_removed_to_the_number_also_before_gates_are_frozen():
 
 def test_bad_shares():
     for given in (dict(sparsity=.5), dict(sizes=[3, 5])):
-        with pytest.raises(ValueError, match='for other gates; give sparsity.gates_for'): replace(TOY, **given).gates()
+        with pytest.raises(ValueError, match='for other gates; give targets.gates_for'): replace(TOY, **given).gates()
     for bad, said in ((dict(sparsity=1.2), 'sparsity=1.2: not a share'), (dict(sparsity=-.1), 'sparsity=-0.1'),
                       (dict(sizes=[0, 3]), r'sizes=\[0, 3\]: not different numbers of 12 heads')):
         with pytest.raises(ValueError, match=said): replace(TOY, **bad)

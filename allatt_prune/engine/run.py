@@ -203,7 +203,7 @@ def run(
     given = choose or gating or 'pruned' not in models
     for f, usual in dict(method='gates', sparsity=0, sizes=[]).items():
         need(given or getattr(recipe, f) == usual, f, getattr(recipe, f), 'nobody asks for it',
-             'give gating=sparsity.gates_for, or choose=repair.chooser(recipe)')
+             'give gating=targets.gates_for, or choose=repair.chooser(recipe)')
     need('baseline' in models and (choose or 'pruned' not in models or 'gated' in models), 'models', models,
          'not all that these are made from', 'give baseline, and gated for pruned')
     inside = baseline is not None and run_dir.resolve().is_relative_to(Path(baseline).resolve())
