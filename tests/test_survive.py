@@ -129,7 +129,7 @@ def test_only_one_works_in_a_folder(world):
     with running.run_lock(Path('busy')):
         job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
         done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-    assert done.returncode == 1 and f'--run-dir=busy: process {os.getpid()} of ' in done.stderr and 'works there; wait for it, or choose another one' in done.stderr
+    assert done.returncode == 1 and f'run_dir=busy: process {os.getpid()} of ' in done.stderr and 'works there; wait for it, or choose another one' in done.stderr
 
 # ---- what people do to a run directory
 
