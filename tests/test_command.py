@@ -1,5 +1,5 @@
 "The real command, in its own process: what it refuses, what it leaves behind, how it ends."
-import json, math, os, pickle, re, shlex, shutil, signal, subprocess, sys, time
+import json, math, os, pickle, re, shlex, shutil, signal, subprocess, sys, warnings
 from dataclasses import asdict
 from pathlib import Path
 import allatt_prune, pytest, torch
@@ -400,3 +400,16 @@ def test_every_head_may_go(folder):
     done = command(*OWN, '--run-dir', 'none', '--lam', '50', '--gate-lr', '5', '--lam-warmup', '0', cwd=folder)
     assert done.returncode == 0, done.stderr
     assert '| pruned | 0/8 |' in done.stdout
+
+def test_a_crowded_machine_is_said(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, 'getloadavg', lambda: (9., 9., 9.))
+    threads = torch.get_num_threads()
+    try:
+        for n, warned in ((2, True), (1, False)):
+            torch.set_num_threads(n)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter('always')
+                main(['train', *OWN[1:], '--run-dir', f'crowd{n}'])
+            assert any('others work on this machine' in str(w.message) for w in said) == warned
+    finally: torch.set_num_threads(threads)

@@ -70,6 +70,10 @@ def _train(args): # run, train and prune
     recipe, baseline = _recipe(args, run_dir)
     models = [name for name in run.MODELS if name != 'control' or vars(args).get('control', True)]
     if args.command == 'train': models = models[:1]
+    threads = torch.get_num_threads()
+    if threads > 1 and os.getloadavg()[0] + threads > os.cpu_count() + 1: # threads that wait for each other
+        warnings.warn(f'threads={threads}: others work on this machine, which can make this many times slower; '
+                      'set OMP_NUM_THREADS=1')
     with run.parallel(args.device) as device:
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline, choose=repair.chooser(recipe), gating=targets.gates_for)
