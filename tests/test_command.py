@@ -91,6 +91,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*RUN, '--repair', 'glue'], 2, "--repair: invalid choice: 'glue'"),
     ([*RUN, '--sparsity', '.4', '--heads', '3'], 2, '--heads: not allowed with argument --sparsity'),
     (['prune'], 2, 'one of the arguments model --resume is required'),
+    (['prune', 'good', '--recipe', 'best', '--corpus', 'own.txt', '--dropout', '.3'], 2, 'dropout=0.3: the recipe prunes without dropout; give'),
     (['prune', 'good', '--resume'], 2, '--resume: not allowed with argument model'),
     (['prune', 'good', '--d-model', '64'], 2, 'unrecognized arguments: --d-model'),
     ([*SCORE], 2, 'required: model'),

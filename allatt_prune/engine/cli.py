@@ -57,6 +57,10 @@ def _recipe(args, run_dir): # what to run, and the model to begin with, if any
     elif args.command == 'prune':
         baseline, model, parts, _ = _open(args, 'baseline', choose=True)
         if 'recipe' in parts and not name: recipe = Recipe(**parts['recipe'])
+        asked = [f for f in ('dropout', 'attn_dropout', 'pos_dropout') if changes.get(f)]
+        if asked and not changes.get('prune_dropout', recipe.prune_dropout):
+            raise ValueError(f'{asked[0]}={changes[asked[0]]}: the recipe prunes without dropout; '
+                             'give --prune-dropout true, too')
         shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS}
         changes = shape | dict(corpus=_corpus(baseline, parts)) | changes
     r = asdict(recipe) | changes
