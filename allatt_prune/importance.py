@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STATISTICS', 'METHODS', 'evaluating', 'tokens_needed', 'LMHeads', 'heads_of', 'entropy', 'gini', 'distance',
            'concentration', 'on_persistent', 'attention_statistics', 'output_difference', 'gradients', 'leave_one_out',
-           'magnitude', 'score', 'mean_loss', 'keep_mask']
+           'magnitude', 'score', 'keep_mask']
 
 # %% ../nbs/beyond/00_importance.ipynb #501425fb
 import math
@@ -59,7 +59,7 @@ class LMHeads:
     def losses(self, z): # iterator: (n) sum of each piece, (n) its labels, (l n h) its multipliers
         z = rearrange(z, 'l h -> l 1 h')
         for loss, n in self.segments(z[:, 0]): yield loss[None] * n, torch.tensor([n]), z
-    def mean_loss(self, z=None): return float(evaluate(self.model, self.ids, z, self.batch))
+    def mean_loss(self, z): return float(evaluate(self.model, self.ids, z, self.batch)) # nats per token
     def watch(self, look, z): # look(layer, inputs of `attend`, (b h t d) outputs of the heads)
         attns = [layer.attn for layer in self.model.layers]
         attends = [attn.attend for attn in attns]
@@ -219,16 +219,6 @@ def score(
     if found.shape != z.shape or found.isnan().any():
         raise ValueError(f'scores={tuple(found.shape)}: not a number for each head; give {tuple(z.shape)}')
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
-
-def mean_loss(
-    model, data, # as for `score`; if z is None, heads may be gone
-    z: Tensor|None = None, # (l h) head multipliers; None: all 1
-    batch: int = 8 # streams of an `LM`
-) -> float: # nats per token, or mean over the labels that count
-    "The loss in evaluation mode."
-    heads = heads_of(model, data, batch)
-    if z is not None: z = per_head(z, 'z', heads.shape).to(next(heads.model.parameters()).device)
-    with torch.no_grad(), evaluating(heads.model): return heads.mean_loss(z)
 
 def keep_mask(
     scores: Tensor, # (l h)
