@@ -49,7 +49,7 @@ class LMHeads:
         raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     def segments(self, z=None): # iterator: mean loss, number of targets
         ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
-        assert ids.dtype.kind in 'iu', f'text={ids.dtype}: not ids'
+        if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
         streams = Streams(ids, self.batch, cfg.seg_len)
         check_ids(ids, self.model, 'text')
         for x, y in streams:
