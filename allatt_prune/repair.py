@@ -86,7 +86,7 @@ def chooser(
                 raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
         return None
     for f, names in dict(method=METHODS, repair=REPAIRS).items():
-        if (x := getattr(r, f)) not in names: raise ValueError(f"{f}={x}: unknown; give {', '.join(names)}")
+        if (x := getattr(r, f)) not in names: raise ValueError(f"{f}={x}: unknown; give {[*names]}")
     if not r.sparsity: raise ValueError(f'sparsity=0: method {r.method} needs a share; give one, as 0.4')
     mask = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training
     if mask.all(): raise ValueError(f'sparsity={r.sparsity}: no head would go; give more')
