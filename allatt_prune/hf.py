@@ -64,8 +64,8 @@ class HFHeads:
     def mean_loss(self, z=None): # over labels, in evaluation mode; if z is None, heads may be gone
         with evaluating(self.model): loss, n, _ = zip(*self.losses(z))
         return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
-    def watch(self, z, hook): # hook(layer, attention, output projection) -> handle
-        with ExitStack() as hooks, torch.no_grad():
+    def _watch(self, z, hook): # hook(layer, attention, output projection) -> handle
+        with ExitStack() as hooks, torch.no_grad():            # hooks see what is not masked yet
             for i, (layer, attn, _, out) in enumerate(attentions(self.model)):
                 hooks.enter_context(hook(i, attn, layer.get_submodule(out)))
             hooks.enter_context(masked(self.model, z))
@@ -76,7 +76,7 @@ class HFHeads:
     def outputs(self, look, z=None):
         def hook(i, attn, out):
             return out.register_forward_pre_hook(lambda f, args: look(i, args[0][self.real]))
-        self.watch(z, hook)
+        self._watch(z, hook)
     def attention(self, look, z=None):
         h, was = self.shape[1], self.model.config._attn_implementation
         def see(i, weights): # (b hr t s)
@@ -87,7 +87,7 @@ class HFHeads:
             return attn.register_forward_hook(lambda f, args, found: see(i, found[1]))
         try:
             self.model.set_attn_implementation('eager')
-            self.watch(z, hook)
+            self._watch(z, hook)
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         layer, *_, out = attentions(model or self.model)[i]

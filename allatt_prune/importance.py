@@ -11,6 +11,7 @@ __all__ = ['STATISTICS', 'METHODS', 'evaluating', 'tokens_needed', 'LMHeads', 'h
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 import numpy as np, torch
 from einops import rearrange
 from torch import nn, Tensor
@@ -63,21 +64,19 @@ class LMHeads:
     def watch(self, look, z): # look(layer, inputs of `attend`, (b h t d) outputs of the heads)
         attns = [layer.attn for layer in self.model.layers]
         attends = [attn.attend for attn in attns]
-        def watching(i):
-            def attend(*args, **kwargs):
-                look(i, args, out := attends[i](*args, **kwargs))
-                return out
-            return attend
+        def attend(i, *args, **kwargs):
+            look(i, args, out := attends[i](*args, **kwargs))
+            return out
         try:
-            for i, attn in enumerate(attns): attn.attend = watching(i)
+            for i, attn in enumerate(attns): attn.attend = partial(attend, i)
             for _ in self.segments(z): pass
         finally:
             for attn, attend in zip(attns, attends): attn.attend = attend
     def outputs(self, look, z=None): # look(layer, (tokens hd))
         self.watch(lambda i, args, out: look(i, rearrange(out, 'b h t d -> (b t) (h d)')), z)
     def attention(self, look, z=None): # look(layer, (h b t k) weights, (m) distances)
-        n, k = tokens_needed(self.model.cfg, self.batch, full=True), len(self.ids)
-        if k < n: raise ValueError(f'score_tokens={k}: {self.batch} streams with full memory need {n}')
+        given, n = len(self.ids), tokens_needed(self.model.cfg, self.batch, full=True)
+        if given < n: raise ValueError(f'score_tokens={given}: {self.batch} streams need {n} to fill it')
         def see(i, args, out):
             q, k, _, r, u, w, pk, _ = args
             for _, context, persistent in weights(q, k, r, u, w, pk) if self.full else ():

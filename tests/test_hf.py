@@ -1,4 +1,4 @@
-"Hugging Face models where they can break: every architecture, uneven and empty layers, both attention functions, caches, folders."
+"Hugging Face models where they can break: every architecture, uneven and empty layers, caches, folders."
 import copy
 import pytest, torch
 transformers = pytest.importorskip('transformers')
@@ -10,7 +10,8 @@ from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attentio
 from allatt_prune.repair import REPAIRS, least_squares, mean_folded
 from allatt_prune.targets import SubsetGates, Target, TargetGates
 
-hf.add_architecture('gpt_neox', hf.Architecture('layers', 'attention', 'query_key_value', 'attention.dense')) # from outside
+NEOX = hf.Architecture('layers', 'attention', 'query_key_value', 'attention.dense')
+hf.add_architecture('gpt_neox', NEOX) # from outside
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
              max_position_embeddings=40, pad_token_id=0)
 GROUPS = SMALL | dict(num_attention_heads=8, num_key_value_heads=4)
@@ -21,8 +22,8 @@ KINDS = dict(
     llama=GROUPS, mistral=GROUPS | dict(sliding_window=7), qwen2=SMALL | dict(num_key_value_heads=4),
     qwen3=GROUPS | dict(head_dim=6), gpt_neox=SMALL)
 DECODERS = [kind for kind in KINDS if kind not in ('distilbert', 'bert', 'roberta')]
-METHODS = [name for name in ALL_METHODS if name != 'persistent']                       # there are no persistent keys
-KEEP = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0]]).bool()                 # the first layer is the cache's counter
+METHODS = [name for name in ALL_METHODS if name != 'persistent']  # there are no persistent keys
+KEEP = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0]]).bool()  # the first layer is the cache's counter
 Z = KEEP * torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).add(.5)
 IDS = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 PAD = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] * 4 + [0] * 5])
@@ -147,7 +148,7 @@ def test_a_removed_model_is_a_model_like_any_other(tmp_path):
     eager = again(attn_implementation='eager')
     assert (hidden(eager) - hidden(small)).abs().max() < 1e-5
     maps = eager(**BATCH, output_attentions=True).attentions
-    assert [m.shape[1] for m in maps] == [1, 3, 1]                                     # of the empty layer: one that sees nothing
+    assert [m.shape[1] for m in maps] == [1, 3, 1]  # of the empty layer: one that sees nothing
     assert (hidden(again(dtype=torch.bfloat16)) - hidden(small)).abs().max() < .1
     assert torch.equal(hidden(copy.deepcopy(small)), hidden(small))
 
@@ -174,7 +175,8 @@ def test_statistics_are_those_of_the_maps(kind):
             count += lengths.sum()
             for i, p in enumerate(maps):
                 for name, f in OF_MAPS.items():
-                    for own, n in zip(p, lengths): want[name][i] += f(own[:, :n, :n]).double().sum(1).view(4, -1).mean(1)
+                    for own, n in zip(p, lengths):
+                        want[name][i] += f(own[:, :n, :n]).double().sum(1).view(4, -1).mean(1)
         model.set_attn_implementation('sdpa')
         for name in found: torch.testing.assert_close(found[name], want[name] / count, atol=1e-6, rtol=1e-6)
 
@@ -187,7 +189,8 @@ def test_every_method_scores_every_kind_of_model(kind):
     z[1, 2] = 0
     for method in METHODS:
         found = score(model, iter(batches), method)
-        assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad and found.unique().numel() > 6
+        assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad
+        assert found.unique().numel() > 6
         assert torch.equal(found, score(model, batches, method)), method
         assert score(model, batches, method, z=z).isinf().nonzero().tolist() == [[1, 2]]
         torch.testing.assert_close(score(model, x, method), score(model, wide, method), atol=2e-5, rtol=1e-4) # padding
@@ -195,7 +198,8 @@ def test_every_method_scores_every_kind_of_model(kind):
     assert all(p.grad is None for p in model.parameters())
 
 def squares(model): # of all parameters of heads
-    return sum(p.double().square().sum().item() for layer, _, inputs, out in hf.attentions(model) for path in (*inputs, out)
+    return sum(p.double().square().sum().item()
+               for layer, _, inputs, out in hf.attentions(model) for path in (*inputs, out)
                for name, p in layer.get_submodule(path).named_parameters() if (path, name) != (out, 'bias'))
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2', 'llama', 'gpt_neox'])
@@ -223,7 +227,7 @@ def test_repairs(kind):
         assert (hidden(repair(model, torch.ones(3, 4), batches)) - hidden(model)).abs().max() < 1e-3
         assert repair(model, KEEP, batches).config.kept_heads == [[], [0, 2, 3], [1]]
     keep, read = torch.ones(3, 4).bool(), []
-    keep[0, :2] = False                                                                # the first layer, by definition
+    keep[0, :2] = False  # the first layer, by definition
     hf.HFHeads(model, batches).outputs(lambda i, x: read.append(x) if i == 0 else None)
     x, stays = torch.cat(read), keep[0].repeat_interleave(read[0].shape[1] // 4)
     def weights(net):
@@ -242,7 +246,8 @@ def test_repairs(kind):
 
 G = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(3, 60, (9, 7), generator=G)
-SOME = TOKENS.masked_fill(torch.rand(9, 7, generator=G) > torch.linspace(.1, 1, 9)[:, None], -100) # 0 to 7 labels in a row
+COUNTS = torch.rand(9, 7, generator=G) < torch.linspace(.1, 1, 9)[:, None]
+SOME = TOKENS.where(COUNTS, -100) # 0 to 7 labels in a row
 CLASSES, NUMBERS = torch.tensor([0, 1, -100, 1, 1, 0, -100, 0, 1]), torch.randn(9, 3, generator=G)
 NINE = { # kind, task, configuration, what nine examples have besides tokens
     'causal': ('gpt2', 'CausalLM', {}, dict(labels=SOME)),
@@ -273,12 +278,13 @@ def each_loss(task, out, x): # one for each label that counts, by its definition
 @pytest.mark.parametrize('name', NINE)
 def test_any_division_into_batches_says_the_same(name):
     kind, task, changes, nine = NINE[name]
-    model, nine, llama = made(kind, dtype=torch.float64, task=task, **changes), dict(input_ids=TOKENS) | nine, kind == 'llama'
+    model = made(kind, dtype=torch.float64, task=task, **changes)
+    nine, llama = dict(input_ids=TOKENS) | nine, kind == 'llama'
     with torch.no_grad(): losses = each_loss(task, model(**nine), nine)
     def cut(*sizes): return [dict(zip(nine, xs)) for xs in zip(*(x.split(list(sizes)) for x in nine.values()))]
-    ways = [cut(9), cut(*[1] * 9), cut(2, 3, 4)]                                       # some parts have no label that counts
+    ways = [cut(9), cut(*[1] * 9), cut(2, 3, 4)]  # some parts have no label that counts
     for batches in ways: assert mean_loss(model, batches) == pytest.approx(sum(losses).item() / len(losses), rel=1e-6)
-    if task != 'QuestionAnswering':                                                    # whose model weighs starts and ends by half
+    if task != 'QuestionAnswering':  # whose model weighs starts and ends by half
         with torch.no_grad(): assert mean_loss(model, nine) == pytest.approx(model(**nine).loss.item(), rel=1e-5)
     for method in METHODS:
         want = score(model, ways[0], method)
@@ -349,10 +355,9 @@ def test_gates_and_gradient_checkpointing(kind):
     model.gradient_checkpointing_enable({'use_reentrant': True})
     with hf.gated(model, gates), pytest.raises(RuntimeError): sum_of_squares(model).backward() # said, too
 
-@pytest.mark.parametrize('wrap', [torch.compile, torch.nn.DataParallel, lambda net: torch.nn.DataParallel(torch.compile(net))])
-def test_models_in_wrappers(wrap): # which nobody calls
+def test_models_in_wrappers(): # which nobody calls
     plain, batches = for_scores('bert')
-    model = wrap(plain)
+    model = torch.nn.DataParallel(torch.compile(plain))
     for method in METHODS: assert torch.equal(score(model, batches, method), score(plain, batches, method))
     for repair in REPAIRS.values(): assert same(repair(model, KEEP, batches), repair(plain, KEEP, batches))
     with hf.gated(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
@@ -366,7 +371,7 @@ class At(transformers.TrainerCallback): # notes the gates of each checkpoint, an
         self.seen[state.global_step] = self.gates.log_alpha.detach().clone()
         if state.global_step == self.stop: raise Interrupted
 
-def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics=None, **args): # 20 steps of a new model
+def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics=None, **args): # 20 steps, all new
     pytest.importorskip('accelerate')
     torch.manual_seed(0)
     model, gates, target = made('distilbert'), gates or TargetGates(3, 4, keep=5), Target(7/12, warmup=4, rate=.05)
@@ -381,23 +386,25 @@ def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics
     parts = torch.nn.ModuleDict(dict(model=model, gates=gates, target=target))
     return parts, at.seen
 
-@pytest.mark.parametrize('stop', [10, 16])                                             # before the gates are frozen, and after
+@pytest.mark.parametrize('stop', [10, 16])  # before the gates are frozen, and after
 def test_a_resumed_trainer_ends_with_the_same_bits(stop, tmp_path):
     want, _ = train_with_gates(tmp_path/'whole')
     with pytest.raises(Interrupted): train_with_gates(tmp_path/'parts', stop)
-    for given in (None, copy.deepcopy(want['gates'])):                                 # new ones, and such as are frozen already
+    for given in (None, copy.deepcopy(want['gates'])):  # new ones, and such as are frozen already
         found, _ = train_with_gates(tmp_path/'parts', None, str(tmp_path/f'parts/checkpoint-{stop}'), given)
         gates = found['gates']
-        assert same(found, want) and gates.frozen and int(gates.open_mask().sum()) == 5 and not gates.log_alpha.requires_grad
+        assert same(found, want) and gates.frozen and not gates.log_alpha.requires_grad and gates.open_mask().sum() == 5
     assert want['target'].lam != 0 and want['target'].first > 0
 
 def test_the_best_model_comes_with_its_gates(tmp_path):
     values = iter(range(100))
-    parts, seen = train_with_gates(tmp_path, compute_metrics=lambda _: dict(score=-abs(next(values) - 2)), eval_strategy='steps',
-                                   eval_steps=2, load_best_model_at_end=True, metric_for_best_model='score')
+    def metrics(_): return dict(score=-abs(next(values) - 2))
+    parts, seen = train_with_gates(tmp_path, compute_metrics=metrics, eval_strategy='steps', eval_steps=2,
+                                   load_best_model_at_end=True, metric_for_best_model='score')
     gates, want = parts['gates'], TargetGates(3, 4, keep=5)
-    want.log_alpha.data = seen[6].clone()                                              # the third of the evaluations was the best
-    assert gates.frozen and torch.equal(gates.log_alpha, want.freeze().log_alpha) and not torch.equal(gates.log_alpha, seen[20])
+    want.log_alpha.data = seen[6].clone()  # the third of the evaluations was the best
+    assert gates.frozen and torch.equal(gates.log_alpha, want.freeze().log_alpha)
+    assert not torch.equal(gates.log_alpha, seen[20])
 
 def test_the_trainer(tmp_path):
     pytest.importorskip('accelerate')
@@ -405,14 +412,15 @@ def test_the_trainer(tmp_path):
     rows = [dict(input_ids=IDS[i % 3], attention_mask=PAD[0], labels=torch.tensor(i % 2)) for i in range(48)]
     def penalty(gates, step): return seen.append(step) or 100. * gates.l0()
     def train(net, name, **more):
-        args = transformers.TrainingArguments(str(tmp_path/name), per_device_train_batch_size=4, gradient_accumulation_steps=2,
-                                              num_train_epochs=2, report_to=[], disable_tqdm=True, use_cpu=True)
+        args = transformers.TrainingArguments(
+            str(tmp_path/name), per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2,
+            report_to=[], disable_tqdm=True, use_cpu=True)
         trainer = transformers.Trainer(net, args, train_dataset=rows, **more)
         trainer.train()
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
     with hf.gated(model, gates): again = train(model, 'whole', callbacks=[hf.GateCallback(gates, penalty, 8, lr=.5)])
-    assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()        # nothing but the penalty counts
+    assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
     assert torch.equal(hidden(train(small, 'small')), hidden(small.eval()))

@@ -10,33 +10,35 @@ from allatt_prune.repair import REPAIRS
 from allatt_prune.targets import TargetGates
 from allatt_prune.train import evaluate
 
-KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]), memoryless=dict(mem_len=0),
-             short=dict(mem_len=3), long=dict(mem_len=20))
+KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]),
+             memoryless=dict(mem_len=0), short=dict(mem_len=3), long=dict(mem_len=20))
+DTYPES = dict(double=dict(dtype=torch.float64), half=dict(dtype=torch.bfloat16))
 IDS = torch.randint(9, (600,), generator=torch.Generator().manual_seed(0)).numpy()
 KEEP = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
 
-def model(**changes):
+def model(dtype=torch.float32, **changes):
     torch.manual_seed(0)
     usual = dict(vocab=9, n_layer=3, d_model=16, n_head=4, n_persistent=6, seg_len=8, mem_len=8)
-    return build(LMConfig(**usual | changes))
+    return build(LMConfig(**usual | changes)).to(dtype)
 
 def same(a, b): # two models, bit by bit
     a, b = a.state_dict(), b.state_dict()
     return {*a} == {*b} and all(torch.equal(x, b[name]) for name, x in a.items())
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_every_method_scores_every_kind_of_model(kind):
-    net, z = model(**KINDS[kind]).train(), torch.ones(3, 4)
+@pytest.mark.parametrize('changes', (KINDS | DTYPES).values(), ids=KINDS | DTYPES)
+def test_every_method_scores_every_kind_of_model(changes):
+    net, z = model(**changes).train(), torch.ones(3, 4)
     before, z[1, 2] = copy.deepcopy(net), 0
     for method in METHODS:
         found = score(net, IDS, method, batch=4)
         assert found.shape == (3, 4) and found.isfinite().all() and not found.requires_grad
         assert torch.equal(found, score(net, IDS, method, batch=4))
         assert score(net, IDS, method, z=z, batch=4).isinf().nonzero().tolist() == [[1, 2]]
-    assert net.training and same(net, before) and all(p.grad is None for p in net.parameters()) # looked at, not touched
+    assert net.training and same(net, before) and all(p.grad is None for p in net.parameters())
+    assert all(layer.attn.attend is net.attend for layer in net.layers) # looked at, not touched
 
 def test_taylor_and_gradient_are_derivatives():
-    net, ids, eps = model(mem_len=0).double(), IDS[:4*8*5 + 1], 1e-3                   # without memory nothing is cut off
+    net, ids, eps = model(mem_len=0).double(), IDS[:4*8*5 + 1], 1e-3  # without memory nothing is cut off
     def loss(i, h, step):
         z = torch.ones(3, 4, dtype=torch.float64)
         z[i, h] += step
@@ -45,10 +47,6 @@ def test_taylor_and_gradient_are_derivatives():
     for i, h in ((0, 0), (1, 3), (2, 2)):
         assert found[i, h] == pytest.approx((loss(i, h, -eps) - loss(i, h, eps)) / (2*eps), rel=1e-3, abs=1e-6)
     assert (score(net, ids, 'gradient', batch=4) >= found.abs() - 1e-6).all()
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_half_precision_and_double(dtype):
-    for method in METHODS: assert score(model().to(dtype), IDS, method, batch=4).isfinite().all(), method
 
 def test_the_highest_scores_stay():
     for seed in range(20):
@@ -60,7 +58,7 @@ def test_the_highest_scores_stay():
             per_layer = keep_mask(scores, sparsity, per_layer=True)
             assert (per_layer.sum(1) == 7 - round(7 * sparsity)).all()
             assert all(row[k].min() > row[~k].max() for row, k in zip(scores, per_layer) if not k.all())
-    assert keep_mask(torch.zeros(2, 3), .5).tolist() == [[True] * 3, [False] * 3]      # equal ones: the first
+    assert keep_mask(torch.zeros(20, 30), .5).tolist() == 10 * [[True] * 30] + 10 * [[False] * 30] # equal ones: the first
     for bad in (math.nan, -.1, 1.01, 1.):
         with pytest.raises(ValueError, match='sparsity='): keep_mask(scores, bad)
 
@@ -98,23 +96,24 @@ def test_a_mask_alone_multiplies_by_one():
     for mask in (keep, KEEP, KEEP.tolist()):
         assert evaluate(remove_heads(net, mask), IDS) == pytest.approx(want, rel=1e-12)
         for repair in REPAIRS.values(): assert same(repair(net, mask, IDS), repair(net, KEEP, IDS))
-    for gates, kept in ((HeadGates(3, 4), 12), (TargetGates(3, 4, keep=5), 5), (TargetGates(3, 4, keep=5, scale=False), 5)):
+    five = [(TargetGates(3, 4, keep=5, scale=scale), 5) for scale in (True, False)]
+    for gates, kept in ((HeadGates(3, 4), 12), *five):
         small = remove_heads(net, gates.double())                                      # not frozen: their copy is
         z = copy.deepcopy(gates).freeze().eval()()
-        assert sum(small.cfg.heads or [12]) == kept and evaluate(small, IDS) == pytest.approx(evaluate(net, IDS, z), rel=1e-12)
-        assert not gates.frozen and gates.training
+        assert evaluate(small, IDS) == pytest.approx(evaluate(net, IDS, z), rel=1e-12)
+        assert sum(small.cfg.heads or [12]) == kept and not gates.frozen and gates.training
 
-@pytest.mark.parametrize('wrap', [torch.compile, torch.nn.DataParallel, lambda net: torch.nn.DataParallel(torch.compile(net))])
-def test_models_in_wrappers(wrap): # which nobody calls: that would compile
+def test_models_in_wrappers(): # which nobody calls: that would compile
     plain = model().eval()
-    net = wrap(plain)
+    net = torch.nn.DataParallel(torch.compile(plain))
     for repair in REPAIRS.values(): assert same(repair(net, KEEP, IDS), repair(plain, KEEP, IDS))
     for method in METHODS: assert torch.equal(score(net, IDS, method, batch=4), score(plain, IDS, method, batch=4))
 
 def test_a_score_from_outside_works_for_both_kinds_of_model():
     transformers = pytest.importorskip('transformers')
     cfg = transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=3, n_head=4, n_positions=40)
-    gpt2, net, rows = transformers.AutoModelForCausalLM.from_config(cfg).eval(), model(mem_len=0).eval(), torch.tensor(IDS[None, :40])
+    gpt2, net = transformers.AutoModelForCausalLM.from_config(cfg).eval(), model(mem_len=0).eval()
+    rows = dict(input_ids=torch.tensor(IDS[None, :40]))
     def loudness(heads, z): # mean square of what each head puts out
         found = torch.zeros(z.shape)
         def look(i, x): found[i] += x.detach().unflatten(-1, (z.shape[1], -1)).square().sum((0, 2))
@@ -126,6 +125,7 @@ def test_a_score_from_outside_works_for_both_kinds_of_model():
     found = score(net, IDS[:41], loudness, batch=1)[1]
     torch.testing.assert_close(found, sum(x.detach().square().sum((0, 2, 3)) for x in seen))
     seen.clear()
-    found = score(gpt2, dict(input_ids=rows), loudness)
+    found = score(gpt2, rows, loudness)
     torch.testing.assert_close(found[1], seen[0].unflatten(-1, (4, -1)).square().sum((0, 1, 3)))
-    assert sum(map(len, REPAIRS['least_squares'](gpt2, keep_mask(found, .5), dict(input_ids=rows)).config.kept_heads)) == 6
+    small = REPAIRS['least_squares'](gpt2, keep_mask(found, .5), rows)
+    assert sum(map(len, small.config.kept_heads)) == 6
