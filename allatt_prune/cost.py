@@ -19,7 +19,7 @@ def count_params(
     attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
     feed_forward = cfg.n_layer * (2*c*f + f + 3*c) * (f > 0)
     words = sum(size*width + c*width * (k > 0) for size, width in clusters(cfg.vocab, c, cfg.cutoffs))
-    parts = dict(blocks=attention + feed_forward + 2*c*cfg.final_norm, embedding=words,
+    parts = dict(blocks=attention + feed_forward + 2*c, embedding=words,
                  softmax=cfg.vocab + (c*c + k*(c + 1)) * (k > 0), positions=cfg.window*c)
     return dict(parts, total=sum(parts.values()))
 
