@@ -73,9 +73,10 @@ def train_steps(
         total = loss + penalty(gates, step) if gating else loss
         for o in s.optimizers: o.zero_grad()
         backward(total)
-        s.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), r.clip).item()
-        s.loss, s.lr = (nll[0] if nll else loss).item(), lr(step)
-        if not math.isfinite(s.loss + s.grad_norm + total.item()):
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), r.clip)]
+        if gating: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
+        s.loss, s.grad_norm, s.lr = (nll[0] if nll else loss).item(), norms[0].item(), lr(step)
+        if not math.isfinite(s.loss + sum(norms)):
             raise FloatingPointError(f'loss={s.loss}: diverged at step {step}, gradient norm {s.grad_norm}; '
                                      'give a smaller learning rate or lam')
         s.optimizers[0].param_groups[0]['lr'] = s.lr
