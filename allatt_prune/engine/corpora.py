@@ -46,7 +46,6 @@ def blocks(
         why = getattr(e, 'strerror', None) or e
         raise DataError(f'corpus={path}: cannot be read ({why}); get it again') from e
 
-
 # %% ../../nbs/engine/03_corpora.ipynb #e1ea8f4a
 def _numbers(texts, unit, seen): # provisional numbers of a text that arrives in pieces
     def numbered(text):
