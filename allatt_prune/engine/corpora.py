@@ -218,6 +218,20 @@ def _tell(corpus, files, left, lost): # what became of a folder, or of letters
     elif files or lost: logging.getLogger('allatt_prune').info(said)
 
 # %% ../../nbs/engine/03_corpora.ipynb #206056e8
+def _make(text, stamp, folder, cache, vocab): # prepare a corpus, or wait for another process that does
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock(cache/'lock', 'cache', wait=True):
+        sweep(folder.parent)
+        if corpus := _opened(folder, text.name, vocab): return corpus # another process was faster
+        if os.path.lexists(folder):
+            warnings.warn(f'cache={folder}: damaged; set aside, and prepared again', stacklevel=3)
+            set_aside(folder)
+        with new_folder(folder, 'cache') as tmp:
+            if text.name in SOURCES: _fetch(text.name, text.parts[0][0][0], tmp)
+            _prepare(text, tmp, vocab)
+            if text.stamp() != stamp: raise DataError(f'corpus={text.name}: changed while it was read')
+        return _opened(folder, text.name, vocab)
+
 def load_corpus(
     name_or_path: str|Path, # pydocs, a name in SOURCES, or a file or folder of UTF-8 text
     cache: str|Path|None = None, # folder for downloads and prepared corpora, see `cache_folder`
@@ -229,20 +243,9 @@ def load_corpus(
     if unit not in (None, *UNKNOWN): raise ValueError(f'unit={unit}: unknown; give char, word or raw')
     cache = cache_folder(cache)
     text = _find(str(name_or_path), cache, unit, normal)
-    known = 5, text.unit, text.normal, text.left is None, text.stamp() # 5: format
-    keys = (json.dumps([known, v]) for v in (None, vocab))
+    stamp = text.stamp()
+    known = 5, text.unit, text.normal, text.left is None, stamp # 5: format
+    keys = (json.dumps([*known, symbols]) for symbols in (None, vocab))
     own, folder = (cache/'prepared'/hashlib.sha256(key.encode()).hexdigest() for key in keys)
-    for f in (own, folder): # the text's own symbols may be the model's
-        if corpus := _opened(f, text.name, vocab): return corpus
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with lock(cache/'lock', 'cache', wait=True):
-        sweep(folder.parent)
-        if corpus := _opened(folder, text.name, vocab): return corpus # another process was faster
-        if os.path.lexists(folder):
-            warnings.warn(f'cache={folder}: damaged; set aside, and prepared again')
-            set_aside(folder)
-        with new_folder(folder, 'cache') as tmp:
-            if text.name in SOURCES: _fetch(text.name, text.parts[0][0][0], tmp)
-            _prepare(text, tmp, vocab)
-            if text.stamp() != known[-1]: raise DataError(f'corpus={text.name}: changed while read; try again')
-    return _opened(folder, text.name, vocab)
+    found = _opened(own, text.name, vocab) # the text's own symbols may be the model's
+    return found or _opened(folder, text.name, vocab) or _make(text, stamp, folder, cache, vocab)
