@@ -38,20 +38,19 @@ def in_turns(
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
 # %% ../nbs/method/08_timing.ipynb #fe37bedc
-def _memory(model, ids, z=None, cached=False): # after reading ids segment by segment
-    mems = model.start_cache(len(ids)) if cached else None
+def _memory(model, ids, z=None): # after reading ids segment by segment
+    mems = None
     for part in ids.split(model.cfg.seg_len, 1) if ids.numel() else (): mems = model.forward(part, mems=mems, z=z)[1]
     return mems
 
 def segment_job(
     model: LM, ids: Tensor, # (b S+T) or longer: the last T are timed, the others fill the memory
     z: Tensor|None = None, # (l h) head multipliers; None: all 1
-    *, targets: Tensor|None = None, # (b T) symbols to score; None: compute all logits
-    cached: bool = False, last: int|None = None # read from a cache; symbols to time, None: T
+    targets: Tensor|None = None # (b T) symbols to score; None: compute all logits
 ) -> Callable[[], Tensor]:
     "Job that reads one segment with a full memory and returns the logits, or the loss of the targets."
-    t, (ids, targets) = last or model.cfg.seg_len, (a if a is None else a.to(model.pos.device) for a in (ids, targets))
-    with torch.inference_mode(): mems = _memory(model.eval(), ids[:, :-t], z, cached)
+    t, (ids, targets) = model.cfg.seg_len, (a if a is None else a.to(model.pos.device) for a in (ids, targets))
+    with torch.inference_mode(): mems = _memory(model.eval(), ids[:, :-t], z)
     def job():
         with torch.inference_mode(): return model(ids[:, -t:], targets, mems, z)[0]
     return job
@@ -80,7 +79,7 @@ def time_in_turns(
 ) -> list[Timing]:
     "Time one segment through each model, in turns."
     pairs, ids = zip(models, zs or [None] * len(models), strict=True), torch.as_tensor(ids)
-    return in_turns([segment_job(m, ids, z, targets=targets) for m, z in pairs], repeats=repeats)
+    return in_turns([segment_job(m, ids, z, targets) for m, z in pairs], repeats=repeats)
 
 def time_forward(model: LM, ids, z: Tensor|None = None, *, repeats: int = 21) -> Timing: # as for `time_in_turns`
     "Time one segment through one model."
