@@ -10,7 +10,7 @@ from .model import LM, LMConfig
 from .config import clusters
 
 # %% ../nbs/method/07_cost.ipynb #d6bd3dad
-def count_params(cfg: LMConfig|LM) -> dict[str, int]: # blocks, embedding, softmax (unshared), positions, total
+def count_params(cfg: LMConfig|LM) -> dict[str, int]: # blocks, embedding, softmax, positions, total
     "Parameters of a model or a configuration, by arithmetic."
     cfg = getattr(cfg, 'cfg', cfg)
     c, d, n, f, k = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff, len(cfg.cutoffs)
@@ -40,5 +40,5 @@ def count_macs(
     if rest:
         tails = shares[1:] if shares else [1]*len(rest)
         softmax += sum(share * width * (c + size) for share, (size, width) in zip(tails, rest))
-        softmax += c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words)) # out; what comes in
+        softmax += c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words))
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)

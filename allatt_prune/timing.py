@@ -40,7 +40,8 @@ def in_turns(
 # %% ../nbs/method/08_timing.ipynb #fe37bedc
 def _memory(model, ids, z=None): # after reading ids segment by segment
     mems = None
-    for part in ids.split(model.cfg.seg_len, 1) if ids.numel() else (): mems = model.forward(part, mems=mems, z=z)[1]
+    parts = ids.split(model.cfg.seg_len, 1) if ids.numel() else []
+    for part in parts: mems = model.forward(part, mems=mems, z=z)[1]
     return mems
 
 def segment_job(
@@ -49,7 +50,8 @@ def segment_job(
     targets: Tensor|None = None # (b T) symbols to score; None: compute all logits
 ) -> Callable[[], Tensor]:
     "Job that reads one segment with a full memory and returns the logits, or the loss of the targets."
-    t, (ids, targets) = model.cfg.seg_len, (a if a is None else a.to(model.pos.device) for a in (ids, targets))
+    t, ids = model.cfg.seg_len, ids.to(model.pos.device)
+    if targets is not None: targets = targets.to(ids.device)
     with torch.inference_mode(): mems = _memory(model.eval(), ids[:, :-t], z)
     def job():
         with torch.inference_mode(): return model(ids[:, -t:], targets, mems, z)[0]
@@ -81,7 +83,7 @@ def time_in_turns(
     pairs, ids = zip(models, zs or [None] * len(models), strict=True), torch.as_tensor(ids)
     return in_turns([segment_job(m, ids, z, targets) for m, z in pairs], repeats=repeats)
 
-def time_forward(model: LM, ids, z: Tensor|None = None, *, repeats: int = 21) -> Timing: # as for `time_in_turns`
+def time_forward(model: LM, ids, z: Tensor|None = None, *, repeats: int = 21) -> Timing:
     "Time one segment through one model."
     return time_in_turns([model], ids, [z], repeats=repeats)[0]
 
@@ -94,17 +96,17 @@ def _commit(): # of the package; unknown unless it lies in its own clone
 
 def environment(device: str) -> dict[str, str]: # of the models
     "Hardware, versions and commit behind a result."
-    info, gpu = Path('/proc/cpuinfo'), torch.device(device).type == 'cuda'
+    info = Path('/proc/cpuinfo')
     found = re.search(r'model name\s*:\s*(.+)', info.read_text()) if info.exists() else None
-    return dict(processor=found[1] if found else platform.machine(), threads=str(torch.get_num_threads()),
-                **({'gpu': torch.cuda.get_device_name(device)} if gpu else {}), python=platform.python_version(),
-                torch=torch.__version__, allatt_prune=__version__, commit=_commit())
+    processor, threads = found[1] if found else platform.machine(), str(torch.get_num_threads())
+    gpu = dict(gpu=torch.cuda.get_device_name(device)) if torch.device(device).type == 'cuda' else {}
+    versions = dict(python=platform.python_version(), torch=torch.__version__, allatt_prune=__version__)
+    return dict(processor=processor, threads=threads, **gpu, **versions, commit=_commit())
 
 # %% ../nbs/method/08_timing.ipynb #28777512
-def matmul_job(device: str = 'cpu', dtype: torch.dtype = torch.float32) -> tuple[Callable, int]: # and its MACs
+def matmul_job(device='cpu', dtype: torch.dtype = torch.float32) -> tuple[Callable, int]: # job, its MACs
     "Job that multiplies two square matrices, the fastest work of a machine."
-    cuda = torch.device(device).type == 'cuda'
-    size = 8192 if cuda else 2048 if dtype == torch.float32 else 512
+    size = 8192 if torch.device(device).type == 'cuda' else 2048 if dtype == torch.float32 else 512
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     return (lambda: a @ b), size**3
 
@@ -113,9 +115,9 @@ def time_recipe(
     r: Recipe, corpus: Corpus, # the recipe whose model is timed; the text to read
     kept: list[float] = (.5,), # shares of the heads that pruned models keep
     device: str = 'cpu',
-    *, makers: dict[str, Callable] = dict(plain=LM), # by name: configuration -> model; the last one also prunes
+    *, makers: dict[str, Callable] = dict(plain=LM), # from a configuration; the last also prunes
     repeats: int = 9 # rounds
-) -> list[dict]: # per job: job, attention (name of its maker), heads, macs, ms (`Timing`), roofline (share)
+) -> list[dict]: # per job: job, attention (its maker), heads, macs, ms (`Timing`), roofline (share)
     "Time training and reading, whole and pruned, in turns."
     cfg, b, dtype = r.config(len(corpus.vocab)), r.batch, getattr(torch, r.dtype)
     ids = Streams(corpus.train, b, cfg.mem_len + cfg.seg_len + 1, corpus.name)[0][0].to(device)
