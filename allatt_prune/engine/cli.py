@@ -71,7 +71,7 @@ def _train(args): # run, train and prune
     if args.command == 'train': models = ['baseline']
     threads = torch.get_num_threads()
     if threads > 1 and os.getloadavg()[0] + threads > os.cpu_count() + 1:
-        warnings.warn(f'threads={threads}: this machine is busy, and threads that wait for others can be '
+        warnings.warn(f'threads={threads}: this machine is busy, and threads that wait can be '
                       'many times slower; set OMP_NUM_THREADS=1')
     with engine.run.parallel(args.device) as device:
         rows = engine.run.run(_changed(recipe, args), None, run_dir, device, args.cache,
@@ -111,9 +111,9 @@ def _score(args):
     rows = [[f'layer {i}', *(f'{x:.4g}' if k else f'({x:.4g})' for x, k in zip(xs, ks)), int(ks.sum())]
             for i, (xs, ks) in enumerate(zip(scores.tolist(), keep), 1)]
     print(engine.report.markdown(['', *(f'head {h + 1}' for h in range(n_head)), 'kept'], rows))
-    print(f'\n{args.method} on {len(ids):,} {text.units} of {visible(text.name)}, '
-          f'{text.unknown(ids):.1%} of them unknown; in brackets: the {(~keep).sum()} of {keep.numel()} heads '
-          'to remove')
+    name, unknown, gone = visible(text.name), text.unknown(ids), int((~keep).sum())
+    print(f'\n{args.method} on {len(ids):,} {text.units} of {name}, {unknown:.1%} of them unknown; '
+          f'in brackets: the {gone} of {keep.numel()} heads to remove')
 
 def _sample(args):
     import torch
