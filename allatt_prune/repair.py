@@ -11,9 +11,7 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 from .config import Recipe
 from .gates import output_scale
-from .importance import (METHODS, STATISTICS, choose_heads, evaluating, heads_of, keep_mask,
-                                     known_name, tokens_needed)
-from .model import LM
+from .importance import METHODS, STATISTICS, evaluating, heads_of, keep_mask, score, tokens_needed
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
 @torch.no_grad()
@@ -37,7 +35,7 @@ def mean_fit(
     return found
 
 def least_squares_fit(G: Tensor, W: Tensor, stays: Tensor) -> Tensor: # as for `mean_fit`
-    "The weights whose output comes closest to that of all inputs. The last input need not be 1."
+    "Weights whose output comes closest to that of all inputs. The last input need not be 1."
     A = G[stays][:, stays]
     return torch.linalg.solve(A + 1e-6 * A.diagonal().mean() * torch.eye(len(A)).to(A), G[stays] @ W)
 
@@ -67,8 +65,7 @@ def mean_folded(model, keep: Tensor, data):
     "Add the mean contribution of the removed heads to the output bias."
     heads = heads_of(model, data)
     if any(heads.projection(i)[1] is None for i in range(heads.shape[0])):
-        name = type(heads.model).__name__
-        raise ValueError(f'repair=mean_folded: {name} has no output bias; give least_squares or nothing')
+        raise ValueError('repair=mean_folded: no output bias in this model; give least_squares')
     return _refit(heads, keep, mean_fit)
 
 def least_squares(model, keep: Tensor, data):
@@ -79,17 +76,17 @@ REPAIRS = dict(nothing=nothing, scaled=scaled, mean_folded=mean_folded, least_sq
 
 # %% ../nbs/beyond/01_repair.ipynb #68d694be
 def chooser(
-    recipe: Recipe # method, sparsity, per_layer, rounds, score_tokens, repair
+    recipe: Recipe # method, sparsity, per_layer, score_tokens, repair
 ) -> Callable|None: # as `choose` for `run`; None for trained gates
     "Score, choose, remove, repair, as a recipe says."
     r = recipe
     if r.method in ('gates', 'subset'):
-        for f, usual in dict(repair=('nothing', 'scaled'), rounds=(1,), per_layer=(False,)).items():
+        for f, usual in dict(repair=('nothing', 'scaled'), per_layer=(False,)).items():
             if (x := getattr(r, f)) not in usual:
                 raise ValueError(f'{f}={x}: only for heads that a score chooses; give a method, too')
         return None
-    known_name('method', r.method, ('gates', 'subset', *METHODS))
-    known_name('repair', r.repair, REPAIRS)
+    for f, names in dict(method=METHODS, repair=REPAIRS).items():
+        if (x := getattr(r, f)) not in names: raise ValueError(f"{f}={x}: unknown; give {', '.join(names)}")
     if not r.sparsity: raise ValueError(f'sparsity=0: method {r.method} needs a share; give one, as 0.4')
     mask = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer) # refuse before training
     if mask.all(): raise ValueError(f'sparsity={r.sparsity}: no head would go; give more')
@@ -99,7 +96,6 @@ def chooser(
         raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}; give more')
     def choose(model, corpus): # heads that stay, the model without the others
         ids = corpus.train[:r.score_tokens]
-        keep = choose_heads(model, ids, r.method, r.sparsity, per_layer=r.per_layer,
-                            rounds=r.rounds, seed=r.seed)
+        keep = keep_mask(score(model, ids, r.method, seed=r.seed), r.sparsity, r.per_layer)
         return keep, REPAIRS[r.repair](model, keep, ids).train()
     return choose
