@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['write_file', 'new_folder', 'sweep', 'lock', 'seal', 'save', 'shipped', 'place', 'read', 'verify', 'load', 'copy',
-           'save_step', 'set_aside', 'saved_steps', 'newest', 'fit', 'build', 'visible']
+           'save_step', 'set_aside', 'saved_steps', 'newest', 'fit', 'build']
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #22c3c814
 import hashlib, json, os, re, secrets, shutil, socket, time, warnings
@@ -239,8 +239,3 @@ def from_pretrained(cls: HeadGates, path: str|Path) -> HeadGates: # on the CPU, 
     if 'z' in parts and not torch.allclose(gates(), parts['z']['z']):
         raise OSError(f'checkpoint={path}: not gates of class {cls.__name__}; take z from z.safetensors')
     return gates
-
-# %% ../../nbs/engine/02_checkpoint.ipynb #e7c9fcb0
-def visible(text) -> str: # one line, whatever `text` is
-    "Control characters as escapes."
-    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in str(text))
