@@ -155,13 +155,14 @@ def _pieces(text, files): # checked, and normalized if it shall be
 # %% ../../nbs/engine/03_corpora.ipynb #e1ea8f4a
 def _symbols(pieces, unit): # characters, or whole words, some at a time
     if unit != 'word': return (yield from pieces)
+    def words(text): return text.replace('\n', ' <eos> ').split()
     rest = ''
     for piece in pieces:
         rest += piece
         cut = max(0, rest.rfind(' '), rest.rfind('\n'))
-        yield rest[:cut].replace('\n', ' <eos> ').split()
+        yield words(rest[:cut])
         rest = rest[cut:]
-    if rest: yield [*rest.split(), '<eos>'] # a last line may lack its end
+    if rest: yield words(rest.removesuffix('\n') + '\n') # a last line may lack its end
 
 def _number(text, raw): # number symbols as they appear -> symbols in this order, ends of the parts
     number, ends = defaultdict(itertools.count().__next__), []
