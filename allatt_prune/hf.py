@@ -22,12 +22,13 @@ from .remove import per_head, unwrapped
 # %% ../nbs/beyond/06_hf.ipynb #61b7c1dd
 LABELS = 'labels', 'start_positions', 'end_positions'
 
-def _labelled(model, batch): # -> logits (n ... classes), labels (n ...), -100 for those that do not count
+def _labelled(model, batch): # -> logits (n ... classes), labels (n ...); those of -100 do not count
     labels = [batch[name] for name in LABELS if name in batch]
     assert labels, 'labels=None: there is no loss without; add them, or take another method'
     found = model(**{name: x for name, x in batch.items() if name not in LABELS})
-    if len(labels) == 2:                                       # a start and an end; not if out of range
-        x, y = torch.stack([found.start_logits, found.end_logits], 1), torch.stack(labels, 1).clamp(min=0)
+    if len(labels) == 2:                                       # a start and an end of each example
+        x = torch.stack([found.start_logits, found.end_logits], 1)
+        y = torch.stack(labels, 1).clamp(min=0)
         return x, y.masked_fill(y >= x.shape[-1], -100)
     return (found.logits[:, :-1], labels[0][:, 1:]) if is_causal(model) else (found.logits, labels[0])
 
@@ -35,7 +36,7 @@ def _losses(model, batch): # -> (n) loss of each example, summed over labels; (n
     (x, y), cfg = _labelled(model, batch), model.config
     x, n, several = wide(x), len(y), 'multi' if y.is_floating_point() else 'single'
     kind = cfg.problem_type or ('regression' if cfg.num_labels == 1 else several)
-    if x.dim() == 2 and not kind.startswith('single'):         # a number, or yes or no to several questions
+    if x.dim() == 2 and not kind.startswith('single'):         # numbers, or several yes or no
         f = F.mse_loss if kind == 'regression' else F.binary_cross_entropy_with_logits
         return f(x, y.reshape(x.shape).to(x.dtype), reduction='none').mean(1), x.new_ones(n)
     loss = F.cross_entropy(x.flatten(0, -2), y.flatten(), reduction='none')
@@ -111,7 +112,7 @@ def gated(
     return masked(model, lambda: gates.train(unwrapped(model).training)())
 
 # %% ../nbs/beyond/06_hf.ipynb #550a5c29
-def _tensors(lists): # from JSON; in float64, which holds every number of the modules and optimizers exactly
+def _tensors(lists): # from JSON; float64 holds every number of gates and optimizer exactly
     return {name: torch.tensor(x, dtype=torch.float64) for name, x in lists.items()}
 
 class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):

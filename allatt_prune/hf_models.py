@@ -49,27 +49,25 @@ def attentions(model): # -> of each layer: layer, attention, [paths of input pro
 def _heads(cfg): # h of a layer
     return getattr(cfg, 'num_key_value_heads', None) or cfg.num_attention_heads
 
-def shape(
-    model # of one of the architectures, with all of its heads
-) -> tuple[int, int]: # layers l; heads h of a layer, or groups of heads that share their keys and values
-    "Layers and heads to score."
+def shape(model) -> tuple[int, int]: # layers l; heads h of a layer, or groups that share keys and values
+    "Layers and heads to score, of a model with all of its heads."
     cfg = unwrapped(model).config
     if cfg.model_type.startswith(PRUNED):
         raise ValueError(f'model={cfg.model_type}: heads were removed before; give the whole model')
-    assert cfg.model_type in ARCHITECTURES, f'{cfg.model_type}: unknown; give its row to add_architecture'
+    assert cfg.model_type in ARCHITECTURES, f'model={cfg.model_type}: unknown to add_architecture'
     return cfg.num_hidden_layers, _heads(cfg)
 
 # %% ../nbs/beyond/05_hf_models.ipynb #8f89bf03
 @contextmanager
 def masked(
     model, # with all of its heads
-    z: Tensor|Callable|None # (l h) head multipliers; or a function: (l h) or (l b h) of each pass; None: no mask
+    z: Tensor|Callable|None # (l h) multipliers; or a function: (l h) or (l b h) of each pass; or no mask
 ):
     "Multiply the heads by z for a while. Gradients flow into z. A mask inside a mask multiplies, too."
     if z is None:
         yield
         return
-    base, now = unwrapped(model).base_model, []                # now: the multipliers of a layer, until its W_o
+    base, now = unwrapped(model).base_model, []                # now: multipliers of the current layer
     key = f'head_multipliers_{id(now)}'                        # each mask has its own
     if not callable(z): z = per_head(z, 'z', shape(model))
     def model_begins(module, args, kwargs):
@@ -89,21 +87,20 @@ def masked(
         yield
 
 # %% ../nbs/beyond/05_hf_models.ipynb #361d1107
-def weight_rows(
-    f: nn.Module # a projection, nn.Linear or Conv1D
-) -> Tensor: # (outputs inputs), a view
-    "The weight of either kind, the same way round."
+def weight_rows(f: nn.Linear|Conv1D) -> Tensor: # (outputs inputs), a view
+    "The weight of either kind of projection, the same way round."
     if type(f) not in (nn.Linear, Conv1D): # an adapter or quantized numbers would be lost
         raise ValueError(f'projection={type(f).__name__}: not plain; merge adapters, undo quantization')
     return f.weight.T if isinstance(f, Conv1D) else f.weight
 
-def _cut(f, axis, kept, heads, blocks=1): # keep only the outputs (axis 0) or inputs (axis 1) of these heads
+def _cut(f, axis, kept, heads, blocks=1): # keep the outputs (axis 0) or inputs (axis 1) of these heads
     w, conv = weight_rows(f).detach(), isinstance(f, Conv1D)
     index = rearrange(torch.arange(w.shape[axis]), '(n h d) -> h n d', n=blocks, h=heads)[kept]
     index = rearrange(index, 'h n d -> (n h d)').to(w.device)
     w = w.index_select(axis, index)
     f.weight = nn.Parameter((w.T if conv else w).contiguous(), f.weight.requires_grad)
-    if f.bias is not None and axis == 0: f.bias = nn.Parameter(f.bias.detach()[index], f.bias.requires_grad)
+    if f.bias is not None and axis == 0:
+        f.bias = nn.Parameter(f.bias.detach()[index], f.bias.requires_grad)
     if conv: f.nx, f.nf = f.weight.shape
     else: f.out_features, f.in_features = f.weight.shape
 
@@ -116,16 +113,17 @@ class _Constant(nn.Module): # a projection in a layer without heads
         return y if self.bias is None else y + self.bias
 
 def _shrink(model, kept): # in place; kept: for each layer, the numbers of the heads that stay
-    heads, row = _heads(model.config), _row(model)
+    h, row = _heads(model.config), _row(model)
     for (layer, attn, inputs, out), stay in zip(attentions(model), kept, strict=True):
-        for name in row.sizes.split(): setattr(attn, name, getattr(attn, name) // heads * max(len(stay), 1))
-        if stay:
-            for path in inputs: _cut(layer.get_submodule(path), 0, stay, heads, row.blocks)
-            _cut(layer.get_submodule(out), 1, stay, heads)
-        else:
-            for path in inputs:
-                layer.set_submodule(path, _Constant(len(weight_rows(layer.get_submodule(path))) // heads))
-            layer.set_submodule(out, _Constant(model.config.hidden_size, layer.get_submodule(out).bias))
+        for name in row.sizes.split():
+            setattr(attn, name, getattr(attn, name) // h * max(len(stay), 1))
+        for path in inputs:
+            f = layer.get_submodule(path)
+            if stay: _cut(f, 0, stay, h, row.blocks)
+            else: layer.set_submodule(path, _Constant(len(weight_rows(f)) // h))
+        f = layer.get_submodule(out)
+        if stay: _cut(f, 1, stay, h)
+        else: layer.set_submodule(out, _Constant(model.config.hidden_size, f.bias))
 
 # %% ../nbs/beyond/05_hf_models.ipynb #ff5dafc3
 class Pruned:
@@ -136,14 +134,10 @@ class Pruned:
         if base is self or not isinstance(base, Pruned): _shrink(self, config.kept_heads)
 
 @cache
-def pruned_class(
-    whole: type # a class of models in transformers, of one of the architectures
-) -> type: # a subclass: the same models with fewer heads
+def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
     "The class of a model after `remove_heads`; it also loads where no Auto class does."
     config = transformers.CONFIG_MAPPING[PRUNED + whole.config_class.model_type]
-    made = type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
-    globals()[made.__name__] = made                            # where pickle looks for it
-    return made
+    return type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
 
 TASKS = ('CausalLM MaskedLM SequenceClassification TokenClassification QuestionAnswering '
          'MultipleChoice').split()
@@ -162,7 +156,6 @@ def add_architecture(
     ARCHITECTURES[kind] = row
     whole, parts = transformers.CONFIG_MAPPING[kind], dict(model_type=PRUNED + kind, kept_heads=None)
     config = type(f'Pruned{whole.__name__}', (whole,), parts)
-    globals()[config.__name__] = config
     transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
     for name in ('AutoModel', *(f'AutoModelFor{task}' for task in TASKS)):
         auto = getattr(transformers, name)

@@ -49,7 +49,7 @@ class LMHeads:
         raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     def segments(self, z=None): # iterator: mean loss, number of targets
         ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
-        assert ids.dtype.kind in 'iu', f'text={ids.dtype}: not ids'
+        if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
         streams = Streams(ids, self.batch, cfg.seg_len)
         for x, y in streams:
             self.full = cfg.mem_len == (0 if mems is None else mems.shape[2])
@@ -75,10 +75,8 @@ class LMHeads:
     def outputs(self, look, z=None): # look(layer, (tokens hd))
         self.watch(lambda i, args, out: look(i, rearrange(out, 'b h t d -> (b t) (h d)')), z)
     def attention(self, look, z=None): # look(layer, (h b t k) weights, (m) distances)
-        n = tokens_needed(self.model.cfg, self.batch, full=True)
-        if len(self.ids) < n:
-            said = f'{self.batch} streams with a full memory need {n}'
-            raise ValueError(f'score_tokens={len(self.ids)}: {said}; give more')
+        n, k = tokens_needed(self.model.cfg, self.batch, full=True), len(self.ids)
+        if k < n: raise ValueError(f'score_tokens={k}: {self.batch} streams with full memory need {n}')
         def see(i, args, out):
             q, k, _, r, u, w, pk, _ = args
             for _, context, persistent in weights(q, k, r, u, w, pk) if self.full else ():
@@ -125,8 +123,9 @@ def on_persistent(p: Tensor, away: Tensor) -> Tensor: # -> (...), from 0 to 1
     "Weight of the persistent keys."
     return p[..., away.shape[-1]:].sum(-1)
 
-STATISTICS = dict( # functions of (... k) weights and the distances of the first of them, the context keys
-    entropy=entropy, sparsity=gini, distance=distance, concentration=concentration, persistent=on_persistent)
+STATISTICS = dict( # functions of (... k) weights, and distances of the context keys, the first of k
+    entropy=entropy, sparsity=gini, distance=distance,
+    concentration=concentration, persistent=on_persistent)
 
 # %% ../nbs/beyond/00_importance.ipynb #bb4d9268
 @torch.no_grad()
@@ -216,7 +215,7 @@ def score(
         f = method if callable(method) else METHODS[method]
         found = torch.as_tensor(f(heads, z.to(next(heads.model.parameters()).device)))
     if found.shape != z.shape or found.isnan().any():
-        raise ValueError(f'scores={tuple(found.shape)}: not a number for each head; give {tuple(z.shape)}')
+        raise ValueError(f'scores={tuple(found.shape)}: not a number for each of {tuple(z.shape)} heads')
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
 
 def keep_mask(
