@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 import torch
 from torch import Tensor
-from .data import need
 from .model import LM
 
 # %% ../nbs/beyond/03_distill.ipynb #6036b0e8
@@ -18,25 +17,22 @@ from .model import LM
 def last_hidden(
     model: LM
 ) -> Iterator[list[Tensor]]: # receives (b t c) of each call
-    "What the softmax of a model is given."
+    "Collect the inputs of a model's softmax."
     seen = []
     hook = model.norm.register_forward_hook(lambda norm, args, out: seen.append(out))
     try: yield seen
     finally: hook.remove()
 
 class Distill:
-    "A `text_loss` that also asks for the probabilities of a teacher. Hinton, Vinyals and Dean, 2015."
+    "A `text_loss` with a teacher. Hinton, Vinyals and Dean, 2015."
     def __init__(self,
         teacher: LM, # of the student's vocabulary, width, layers and memory; heads and persistent vectors may differ
         weight: float = .5, # alpha: 0 is the text alone, 1 the teacher alone
         temperature: float = 1. # T
     ):
-        need(0 <= weight <= 1, 'weight', weight, 'not a share', 'give 0 to 1')
-        need(0 < temperature < float('inf'), 'temperature', temperature, 'not a number above 0', 'give 1 or more')
-        need(isinstance(teacher, LM), 'teacher', type(teacher).__name__, 'not a model', 'give LM.from_pretrained')
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
     def probs(self, model: LM, h: Tensor) -> Tensor: # (b t c) -> (b t v)
-        "Logarithms of the probabilities of the first cluster."
+        "Log-probabilities of the first cluster."
         first = model.words.scores(h, 0) if model.cfg.cutoffs else model.words.logits(h)
         return (first / self.temperature).log_softmax(-1)
     def __call__(self,
@@ -44,9 +40,7 @@ class Distill:
     ) -> tuple: # what is minimised, nats; memory of student and teacher; mean nats per token of the text
         "The loss of a segment."
         l, t = model.cfg.n_layer, self.teacher.eval()
-        for k in ('vocab', 'cutoffs', 'n_layer', 'd_model', 'mem_len'):
-            mine, its = getattr(model.cfg, k), getattr(t.cfg, k)
-            need(mine == its, 'teacher', f'{k} {its}', f'the student has {mine}', 'give the model that it was made from')
+        assert model.cfg.mem_len == t.cfg.mem_len, f'teacher={t.cfg}: give the model that the student was made from'
         with last_hidden(model) as mine:
             nll, new = model(x, y, None if mems is None else mems[:l], z)
         with torch.no_grad(), last_hidden(t) as theirs:

@@ -20,7 +20,7 @@ from .data import Streams
 from .engine.fused import weights
 from .model import LM, wide
 from .remove import per_head, remove_heads, unwrapped
-from .train import check_ids, evaluate
+from .train import evaluate
 
 # %% ../nbs/beyond/00_importance.ipynb #35db4a93
 @contextmanager
@@ -52,7 +52,6 @@ class LMHeads:
         ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
         if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
         streams = Streams(ids, self.batch, cfg.seg_len)
-        check_ids(ids, self.model, 'text')
         for x, y in streams:
             self.full = cfg.mem_len == (0 if mems is None else mems.shape[2])
             loss, mems = self.model(x.to(device), y.to(device), mems, z)

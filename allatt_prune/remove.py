@@ -33,35 +33,26 @@ def slice_heads(
 def per_head(
     x, # a tensor or lists
     name: str, # for the error message
-    shape: tuple[int, int], # (layers, heads)
-    share: int = 1 # heads that share their keys and values and go together: `shape` counts such groups
+    shape: tuple[int, int] # (layers, heads)
 ) -> Tensor: # (l h)
     "One finite number for each head. ValueError if `x` is anything else."
-    try: x = torch.as_tensor(x)
-    except (TypeError, ValueError):
-        raise ValueError(f'{name}={type(x).__name__}: not a table; give one number per head') from None
-    if x.shape != shape:
-        axes = f'(layers, heads) = {shape}'
-        if share > 1: axes = f'(layers, groups) = {shape}: groups of {share} heads share keys and values'
-        raise ValueError(f'{name}={tuple(x.shape)}: not {axes}; give one number for each')
-    if (bad := x[~x.isfinite()]).numel():
-        raise ValueError(f'{name}={bad[0].item()}: not a finite number; give one per head')
+    x = torch.as_tensor(x)
+    if x.shape != shape: raise ValueError(f'{name}={tuple(x.shape)}: give one number per head, (l h) = {shape}')
+    if not x.isfinite().all(): raise ValueError(f'{name}: not finite; give one finite number per head')
     return x
 
 def mask_and_z(
     keep, z, # as for `remove_heads`
-    shape: tuple[int, int], share: int = 1 # as for `per_head`
+    shape: tuple[int, int] # (layers, heads)
 ) -> tuple[Tensor, Tensor]: # (l h) bool; (l h) multipliers
     "Which heads stay, and the multiplier of each: that of the gates, `z`, or 1."
     if hasattr(keep, 'open_mask'):
         frozen = copy.deepcopy(keep).freeze().eval()           # some gates only count their heads now
         keep, z = frozen.open_mask(), frozen() if z is None else z
-    keep = per_head(keep, 'keep', shape, share)
-    if (bad := keep[(keep != 0) & (keep != 1)]).numel():
-        raise ValueError(f'keep={bad[0].item()}: not 0 or 1; give keep_mask(scores, sparsity)')
-    z = (keep.float() if z is None else per_head(z, 'z', shape, share)).detach().to(keep.device)
-    if z[keep == 0].any():
-        raise ValueError('z=non-zero: a head to be removed is still open; close it or keep it')
+    keep = per_head(keep, 'keep', shape)
+    if ((keep != 0) & (keep != 1)).any(): raise ValueError('keep: not 0 or 1; give keep_mask(scores, sparsity)')
+    z = (keep.float() if z is None else per_head(z, 'z', shape)).detach().to(keep.device)
+    if z[keep == 0].any(): raise ValueError('z=non-zero: a head to be removed is still open; close it or keep it')
     return keep.bool(), z
 
 # %% ../nbs/method/06_remove.ipynb #e83d5c06
@@ -69,12 +60,10 @@ def unwrapped(
     model: nn.Module # or a wrapper around it
 ) -> nn.Module:
     "The model inside `torch.compile` or data parallelism. ValueError for a PEFT adapter."
-    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
-    while (compiled := '_orig_mod' in model._modules) or isinstance(model, parallel):
-        model = model._orig_mod if compiled else model.module
-    if hasattr(model, 'merge_and_unload') or hasattr(model, 'get_base_model'): # PEFT
-        name = type(model).__name__
-        raise ValueError(f'model={name}: an adapter; merge it first: model.merge_and_unload()')
+    while hasattr(model, '_orig_mod') or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = getattr(model, '_orig_mod', None) or model.module
+    if hasattr(model, 'merge_and_unload'):
+        raise ValueError(f'model={type(model).__name__}: an adapter; merge it first: model.merge_and_unload()')
     return model
 
 # %% ../nbs/method/06_remove.ipynb #cb8f9c08
