@@ -54,7 +54,7 @@ def shape(model) -> tuple[int, int]: # layers l; heads h of a layer, or groups t
     cfg = unwrapped(model).config
     if cfg.model_type.startswith(PRUNED):
         raise ValueError(f'model={cfg.model_type}: heads were removed before; give the whole model')
-    assert cfg.model_type in ARCHITECTURES, f'model={cfg.model_type}: unknown to add_architecture'
+    assert cfg.model_type in ARCHITECTURES, f'model={cfg.model_type}: give its row to add_architecture'
     return cfg.num_hidden_layers, _heads(cfg)
 
 # %% ../nbs/beyond/05_hf_models.ipynb #8f89bf03

@@ -51,8 +51,7 @@ class LMHeads:
     def segments(self, z=None): # iterator: mean loss, number of targets
         ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
         if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
-        streams = Streams(ids, self.batch, cfg.seg_len)
-        for x, y in streams:
+        for x, y in Streams(ids, self.batch, cfg.seg_len):
             self.full = cfg.mem_len == (0 if mems is None else mems.shape[2])
             loss, mems = self.model(x.to(device), y.to(device), mems, z)
             yield loss, y.numel()
