@@ -242,7 +242,7 @@ def test_the_folder_of_a_run_is_its_pruned_model_or_its_baseline(folder):
 def test_time(folder):
     small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --batch 2 --corpus own.txt'.split()
     said = done(folder, 'time', *small, '--kept', '.75', '.5', '--dtype', 'bfloat16').stdout
-    assert all(f'| fused | {n}/8 |' in said for n in (8, 6, 4))
+    assert all(f'| train | {n} |' in said for n in (8, 6, 4))
 
 def test_evaluation_reads_what_the_report_read_unless_told_otherwise(folder):
     done(folder, *PRUNE, '--eval-tokens', '100', '--run-dir', 'e')

@@ -129,15 +129,13 @@ def _sample(args):
     print()
 
 def _time(args):
-    from allatt_prune import LM, load_corpus, timing
+    from allatt_prune import load_corpus, timing
     r = get_recipe(args.recipe or 'tiny', **dict(corpus='pydocs') | args.settings)
-    plain = partial(LM, softmax=engine.softmax.AdaptiveSoftmax)
-    makers = dict(plain=plain, fused=engine.checkpoint.build)
     text, device = load_corpus(r.corpus, args.cache), engine.run.pick_device(args.device)
-    rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}",
-             f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}", f"{x['roofline']:.0%}"]
-            for x in timing.time_recipe(r, text, args.kept, device, makers=makers)]
-    print(engine.report.markdown(['', 'attention', 'heads', 'ms', 'of the roofline'], rows, text=2))
+    found = timing.time_recipe(r, text, args.kept, device, engine.checkpoint.build)
+    rows = [[x['job'], x['heads'], f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}", f"{x['roofline']:.0%}"]
+            for x in found]
+    print(engine.report.markdown(['', 'heads', 'ms', 'of the roofline'], rows))
 
 # %% ../../nbs/engine/08_cli.ipynb #026a5ee1
 GROUPS = dict(data='corpus unit', model='n_layer d_model n_head n_persistent seg_len mem_len dropout',
