@@ -59,8 +59,8 @@ def new_folder(path: str|Path, what: str = 'checkpoint'): # folder to create; it
 
 def sweep(folder: str|Path): # where no other process writes
     "Delete what killed writers left behind, recognised by its name."
-    for p in Path(folder).iterdir():
-        if p.is_symlink() or not re.fullmatch(r'[.].+[.]tmp-allatt_prune-[0-9a-f]{8}', p.name): continue
+    for p in Path(folder).glob('.?*.tmp-allatt_prune-' + '[0-9a-f]' * 8):
+        if p.is_symlink(): continue
         shutil.rmtree(p, ignore_errors=True) if p.is_dir() else p.unlink(missing_ok=True)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #5d1c04aa
@@ -165,7 +165,7 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else write
               config: dict, **parts): # as for `save`
     "Save `phase-step`, and keep of our older ones the newest of each phase and the one before."
     path = Path(folder)/f'{phase}-{step:08d}'
-    if saved_steps(folder): sweep(folder)
+    sweep(folder)
     if os.path.lexists(path): set_aside(path)
     save(path, dict(config, name=path.name), **parts)
     ours = [p for _, p in saved_steps(folder) if _ours(p)]
@@ -181,7 +181,7 @@ def set_aside(path: str|Path):
     os.rename(path, f'{path}.damaged-{secrets.token_hex(4)}')
 
 def saved_steps(folder: str|Path, # of all checkpoints of a run
-                phase: str = r'\w+') -> list[tuple[int, Path]]: # default: any -> (step, folder), newest last
+                phase: str = r'\w+') -> list[tuple[int, Path]]: # any; step and folder, newest last
     "Checkpoints that are there, damaged ones included."
     names = [p for p in Path(folder).glob('*') if not p.is_symlink()]
     found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in names)
@@ -200,7 +200,7 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
     for p in found:
         try: return load(p)
         except OSError as e: warnings.warn(f'{e}; going back to the one before', stacklevel=2)
-    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to begin again')
+    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to restart')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #cc4c5426
 def fit(module: torch.nn.Module, tensors: dict|None, # its state
