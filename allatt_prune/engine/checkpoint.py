@@ -169,10 +169,10 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else write
     if os.path.lexists(path): set_aside(path)
     save(path, dict(config, name=path.name), **parts)
     ours = [p for _, p in saved_steps(folder) if _ours(p)]
-    kept = {p.name.partition('-')[0]: p for p in ours} # the newest of each phase
-    before = [p for n, p in saved_steps(folder, phase) if n < step and p in ours][-1:]
+    kept = {p.name.partition('-')[0]: p for p in ours} # newest of each phase
+    last = [p for n, p in saved_steps(folder, phase) if n <= step and p in ours][-2:]
     for p in ours:
-        if p in (*kept.values(), *before): continue
+        if p in (*kept.values(), *last): continue
         os.rename(p, tmp := _beside(p)) # if killed here, it is for `sweep`
         shutil.rmtree(tmp)
 
