@@ -165,7 +165,7 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else write
               config: dict, **parts): # as for `save`
     "Save `phase-step`, and keep of our older ones the newest of each phase and the one before."
     path = Path(folder)/f'{phase}-{step:08d}'
-    sweep(folder)
+    if saved_steps(folder): sweep(folder)
     if os.path.lexists(path): set_aside(path)
     save(path, dict(config, name=path.name), **parts)
     ours = [p for _, p in saved_steps(folder) if _ours(p)]
@@ -182,7 +182,8 @@ def set_aside(path: str|Path):
 
 def saved_steps(folder: str|Path, # of all checkpoints of a run
                 phase: str = r'\w+') -> list[tuple[int, Path]]: # any; step and folder, newest last
-    "Checkpoints that are there, damaged ones included."
+    "Checkpoints that are there, damaged ones included. OSError for a link, which may lead to another run."
+    if Path(folder).is_symlink(): raise OSError(f'checkpoint={folder}: a link; put a folder there')
     names = [p for p in Path(folder).glob('*') if not p.is_symlink()]
     found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in names)
     return sorted((int(m[1]), p) for m, p in found if m)
