@@ -10,10 +10,8 @@ from .model import LM, LMConfig
 from .config import clusters
 
 # %% ../nbs/method/07_cost.ipynb #d6bd3dad
-def count_params(
-    cfg: LMConfig|LM # a configuration, or a model for its configuration
-) -> dict[str, int]: # blocks, embedding (shared with the softmax), softmax (what is not), positions, total
-    "Parameters by arithmetic; nothing is allocated."
+def count_params(cfg: LMConfig|LM) -> dict[str, int]: # blocks, embedding, softmax, positions, total
+    "Parameters of a model or a configuration, by arithmetic."
     cfg = getattr(cfg, 'cfg', cfg)
     c, d, n, f, k = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.d_ff, len(cfg.cutoffs)
     attention = sum(h * (5*c*d + 2*n*d + 2*d) + 3*c * (h > 0) for h in cfg.layer_heads)
@@ -29,7 +27,7 @@ def count_macs(
     batch: int = 1, # streams that share the relative keys
     *, keys: int|None = None, # context keys scored per query; None: S+T, as in plain attention
     cached: bool = False, # memory and relative keys need no projection
-    shares: list[float]|None = None # of the words in each band, which are read and scored; None: all words
+    shares: list[float]|None = None # of the words in each cluster; None: all are scored
 ) -> dict[str, float]: # blocks, softmax, total: multiply-accumulates per token
     "Multiply-accumulates of a forward pass by arithmetic."
     cfg = getattr(cfg, 'cfg', cfg)
@@ -42,5 +40,5 @@ def count_macs(
     if rest:
         tails = shares[1:] if shares else [1]*len(rest)
         softmax += sum(share * width * (c + size) for share, (size, width) in zip(tails, rest))
-        softmax += c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words)) # out; what comes in
+        softmax += c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words))
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)

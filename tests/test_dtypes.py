@@ -6,8 +6,8 @@ from allatt_prune.importance import METHODS, score
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.config import get_recipe
-from allatt_prune.targets import gates_for
 from allatt_prune.train import evaluate, train_steps
+from allatt_prune.ways import way
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)
 HALF = pytest.mark.parametrize('dtype', (torch.float16, torch.bfloat16))
@@ -55,7 +55,7 @@ def test_scores(dtype, method):
 TOY = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=8, steps=4, warmup=1, prune_steps=4,
            prune_warmup=1, gate_steps=3, lam_warmup=2, dropout=.1, attn_dropout=.1)
 SETTINGS = dict(plain={}, teacher=dict(teacher=.5), no_dropout=dict(prune_dropout=False), unscaled=dict(output_scale=False),
-                exact=dict(l0_exact=True), sparsity=dict(sparsity=.5), subset=dict(sparsity=.5, method='subset'))
+                sparsity=dict(sparsity=.5), subset=dict(sparsity=.5, method='subset'))
 
 @pytest.mark.parametrize('setting', SETTINGS)
 def test_training(setting):
@@ -65,10 +65,7 @@ def test_training(setting):
         recipe = get_recipe('tiny', **TOY | SETTINGS[setting], dtype=dtype)
         torch.manual_seed(0)
         model, teacher = (LM(recipe.config(27)) for _ in range(2))
-        gates, how = gates_for(recipe)
-        how.pop('keep', None)
-        losses = Distill(teacher, recipe.teacher) if recipe.teacher else None
-        if losses: how['text_loss'] = losses
-        found[dtype] = [t.loss for t in train_steps(model, corpus, recipe, gates, **how)]
+        mine, more = way(recipe), dict(text_loss=Distill(teacher, recipe.teacher)) if recipe.teacher else {}
+        found[dtype] = [s.loss for s in train_steps(model, corpus, recipe, mine.gates, penalty=mine.penalty, **more)]
     assert found['float32'] == pytest.approx(found['bfloat16'], rel=.02) and len(found['float32']) == 4
     assert found['float32'] != found['bfloat16']

@@ -1,13 +1,10 @@
-"One number, whatever the number of processes, of streams, and the length of segments."
-import json, os
-import pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
+"One number, whatever the number of streams and the length of segments."
+import pytest, torch
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LMConfig
-from allatt_prune.engine.resume import Processes
 from allatt_prune.train import evaluate
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, cutoffs=[10, 20])
-BATCHES = 1, 2, 3, 7
 
 def make(**changes):
     torch.manual_seed(0)
@@ -15,22 +12,6 @@ def make(**changes):
     with torch.no_grad():
         for p in model.parameters(): p.normal_(std=.5)
     return model, torch.randint(40, (503,)).numpy()
-
-def of_process(rank, world, folder):
-    dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    model, ids = make()
-    scores = [evaluate(model, ids, batch=b, world=Processes()) for b in BATCHES]
-    with open(f'{folder}/{rank}.json', 'w') as f: json.dump([[float(s), s.tokens] for s in scores], f)
-    dist.destroy_process_group()
-
-@pytest.mark.parametrize('world', (2, 3))
-def test_processes(tmp_path, world):
-    mp.spawn(of_process, (world, str(tmp_path)), nprocs=world)
-    model, ids = make()
-    for rank in range(world):
-        for b, (nats, tokens) in zip(BATCHES, json.loads((tmp_path/f'{rank}.json').read_text())):
-            assert tokens == 502 and abs(nats - evaluate(model, ids, batch=b)) < 1e-12
 
 @pytest.mark.parametrize('seg_len', (1, 5, 64, 200, 900))
 def test_segments(seg_len):

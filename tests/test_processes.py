@@ -101,12 +101,12 @@ def test_begun_by_one_ended_by_two_and_the_reverse(two):
     for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
 
 def test_nan_in_one_stops_all(two):
-    for rank in (0, 1): assert (two/f'nan-{rank}').read_text().startswith('loss=nan: diverged at step 6, gradient norm nan')
+    for rank in (0, 1): assert 'diverged at step 6, gradient norm nan' in (two/f'nan-{rank}').read_text()
 
 def test_shares_need_a_multiple(tmp_path, monkeypatch):
     model, corpus, recipe, gates = make(torch.float32)
     monkeypatch.setattr(Processes, 'size', 3)
-    with pytest.raises(ValueError, match='batch=4: cannot be shared by 3 processes; give a multiple'): train(model, corpus, recipe)
+    with pytest.raises(ValueError, match='batch=4: cannot be divided by 3 processes; give a multiple'): train(model, corpus, recipe)
 
 # ---- the real launcher
 
@@ -183,7 +183,7 @@ def test_a_stopped_process_does_not_stop_the_others_for_ever(folder):
     assert job.returncode != 0 and 'allatt-prune: error: process=0: waited too long for another one; see whether that was stopped' in err, err
     assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
 
-@pytest.mark.parametrize('batch,said', (('3', 'batch=3: cannot be shared by 2 processes'), ('three', 'argument --batch: invalid int value')))
+@pytest.mark.parametrize('batch,said', (('3', 'batch=3: cannot be divided by 2 processes'), ('three', 'argument --batch: invalid int value')))
 def test_refusals_are_said_once(folder, batch, said):
     job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', batch)
     _, err = job.communicate(timeout=120)

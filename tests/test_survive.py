@@ -1,5 +1,5 @@
 "What breaks a training: kills, signals, full disks, damaged files, numbers that are none."
-import ast, json, os, random, re, resource, shutil, signal, subprocess, sys, time, warnings
+import json, os, random, re, resource, shutil, signal, subprocess, sys, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, torch
@@ -11,11 +11,12 @@ from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.engine.resume import Stopped, read_log, read_metrics, train, write_metrics
-from allatt_prune.engine.run import MODELS, ROWS, run, table
-from allatt_prune.targets import gates_for
-from allatt_prune.experiment import outcome, recorded
+from allatt_prune.engine.report import table
+from allatt_prune.engine.run import MODELS, run
+from allatt_prune.experiment import outcome
 from allatt_prune.config import get_recipe
-from allatt_prune.train import Score, train_steps
+from allatt_prune.train import Score
+from allatt_prune.ways import Way, way
 
 RHYME = 'one two buckle my shoe three four knock at the door '
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,
@@ -55,7 +56,7 @@ class Crash(BaseException): "Ends the process as it is: nothing is saved on the 
 PLACES = dict(baseline=('baseline', 4), epoch_end=('baseline', 7), control=('control', 6), warm_up=('gated', 3), gating=('gated', 6),
               before_freezing=('gated', 8), after_freezing=('gated', 9), fine_tuning=('gated', 13), last_step=('gated', 14))
 
-LAMB, TAUGHT = dict(optimizer='lamb', gate_optimizer='lamb'), dict(teacher=.5, prune_dropout=False)
+LAMB, TAUGHT = dict(optimizer='lamb'), dict(teacher=.5, prune_dropout=False)
 
 @pytest.mark.parametrize('how,kinds', (('signal', {}), ('crash', {}), ('signal', LAMB), ('signal', TAUGHT)))
 def test_resume_gives_the_same_bits(world, monkeypatch, how, kinds):
@@ -143,62 +144,42 @@ def unfinished(folder): # as if killed while the gates were trained
     for f in ('gated', 'pruned'): shutil.rmtree(folder/f)
     (folder/'report.json').unlink()
 
-RUBBISH = 'rubbish\n', 'null\n', '[]\n', '{"phase": 1, "steps": ""}\n', '[' * 100_000 + '\n', b'\xff\n'
-
-@pytest.mark.parametrize('file', ('recipe.json', 'corpus.json'))
-@pytest.mark.parametrize('i', range(len(RUBBISH)))
-def test_damaged_files_of_a_run_are_named(world, file, i):
-    def damage(folder):
-        unfinished(folder)
-        (folder/file).write_bytes(RUBBISH[i] if isinstance(RUBBISH[i], bytes) else RUBBISH[i].encode())
-    with pytest.raises(OSError, match=f'run_dir=.*: {file} is damaged'): edited(world, f'damage-{file}-{i}', damage)
 
 def flipped(data, rng):
     bit = rng.randrange(8 * len(data))
     return data[:bit//8] + bytes([data[bit//8] ^ 1 << bit % 8]) + data[bit//8 + 1:]
 
-@pytest.mark.parametrize('file', ('recipe.json', 'corpus.json', 'manifest.json'))
-def test_no_bit_of_what_a_run_began_with_can_change(world, file):
+@pytest.mark.parametrize('file', ('recipe.json', 'corpus.json'))
+def test_no_bit_of_a_run_s_beginning_can_change(world, file):
     edited(world, f'flip-{file}', unfinished)                                           # finished again; nothing is trained below
     path, rng = world/f'flip-{file}'/file, random.Random(file)
-    data, refused = path.read_bytes(), 0
-    for _ in range(30):
+    data = path.read_bytes()
+    for _ in range(20):
         path.write_bytes(flipped(data, rng))
-        try: go(f'flip-{file}', resume=True)                                            # a wrong checksum of the report: it is made again
-        except OSError as e: refused += bool(re.search(f'run_dir=flip-{file}: .*(damaged|no manifest.json with (recipe|corpus).json)', str(e)))
-        else:
-            assert file == 'manifest.json'
-            data = path.read_bytes()
-        path.write_bytes(data)
-    assert refused == 30 if file != 'manifest.json' else refused >= 8
+        with pytest.raises(OSError, match=f'run_dir=flip-{file}: {file} is damaged'): go(f'flip-{file}', resume=True)
+    path.write_bytes(data)
     assert go(f'flip-{file}', resume=True) and same(world/f'flip-{file}', world/'done')
 
-@pytest.mark.parametrize('i', range(len(RUBBISH)))
-def test_damaged_records_are_refused_and_mended(world, i):
+@pytest.mark.parametrize('finished', (True, False))
+def test_damaged_records_are_mended(world, finished):
     def damage(folder):
-        path = folder/'metrics.jsonl'
-        path.write_bytes((RUBBISH[i] if isinstance(RUBBISH[i], bytes) else RUBBISH[i].encode()) + path.read_bytes())
-        with pytest.raises(OSError, match='metrics.jsonl is damaged'): outcome(folder)
-        if i in (0, 4, 5):
-            with pytest.raises(OSError, match='metrics=.*metrics.jsonl: damaged'): read_metrics(folder)
-        if i % 2: unfinished(folder)                                                    # a finished run is mended as well
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        edited(world, f'records-{i}', damage)
-    assert same(world/f'records-{i}', world/'done') and read_metrics(f'records-{i}') == read_metrics('done')
+        (folder/'metrics.jsonl').write_bytes(b'rubbish\n' + (folder/'metrics.jsonl').read_bytes())
+        if not finished: unfinished(folder)
+    edited(world, f'records-{finished}', damage)
+    assert same(world/f'records-{finished}', world/'done')
 
 def test_no_bit_of_a_record_of_a_finished_run_can_change(world):
     if not (world/'done').exists(): go('done')
     shutil.copytree(world/'done', world/'bits')
     file, rng = world/'bits'/'metrics.jsonl', random.Random(0)
     data = file.read_bytes()
-    for i in range(60):
+    for i in range(20):
         file.write_bytes(flipped(data, rng) if i % 2 else data[:rng.randrange(len(data))])
         with pytest.raises(OSError, match='bits.*is damaged'): outcome('bits')
         write_metrics('bits', read_log('bits')['records'])
         assert file.read_bytes() == data
 
-@pytest.mark.parametrize('file', ('report.md', 'report.json', 'gates.png', 'heads.png'))
+@pytest.mark.parametrize('file', ('report.md', 'report.json', 'gates.png'))
 def test_no_bit_of_a_report_can_change(world, file):
     name = f'report-{file}'
     def damage(folder): (folder/file).write_bytes(flipped((folder/file).read_bytes(), random.Random(file)))
@@ -240,21 +221,11 @@ def test_linked_checkpoints_end_a_training_before_it_begins(world, monkeypatch):
             train(make(), text, recipe, run_dir='linked', resume=again)
     assert not [*(world/'outside2').iterdir()]
 
-@pytest.mark.parametrize('clock', ('stands', 'goes back'))
-def test_a_clock_that_cannot_be_trusted(world, monkeypatch, clock):
-    now = iter(range(10**6, 0, -1))
-    monkeypatch.setattr(time, 'time', lambda: float(next(now)))
-    if clock == 'stands': monkeypatch.setattr(time, 'monotonic', lambda: 5.)
-    recipe, text, make = small()
-    records = train(make(), text, recipe)
-    assert len(records) == 12
-    assert recorded(f'clock-{clock}.json', dict)['seconds'] >= 0
-
 def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
     assert same(world/'lost', world/'done')
     with pytest.raises(OSError, match='checkpoint=lost2/baseline: model.safetensors is damaged'): edited(world, 'lost2', lambda folder: (folder/'baseline'/'model.safetensors').write_text('xx'))
-    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no manifest.json with corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
+    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
 
 def test_lost_records_are_written_again(world):
     def lose(folder):
@@ -268,26 +239,26 @@ class Below(HeadGates): # whose numbers mean something else than those of `HeadG
     "Open where pi is below its mean."
     def open_mask(self): return self.log_alpha.detach() < self.log_alpha.detach().mean()
 
-def own(recipe): return Below(recipe.n_layer, recipe.n_head, scale=False), {}
+def below(recipe): return Way(Below(recipe.n_layer, recipe.n_head, scale=False))
 
-@pytest.mark.parametrize('gating,asked', ((own, {}), (gates_for, {}), (gates_for, dict(sparsity=.5)), (gates_for, dict(sparsity=.5, method='subset')), (gates_for, dict(sizes=[2, 4]))))
-def test_gates_come_back_as_what_they_were(world, gating, asked):
-    name = '-'.join(['class', gating.__name__, *asked])
-    recipe = get_recipe('tiny', **SMALL | asked, corpus='own.txt')
-    rows = run(recipe, run_dir=name, device='cpu', gating=gating)
-    whole = {p: p.read_bytes() for p in Path(name).glob('pruned*/[km]*') if p.name in ('model.safetensors', 'keep.json')}
+@pytest.mark.parametrize('way,asked', ((below, {}), (way, {}), (way, dict(sparsity=.5)), (way, dict(sparsity=.5, method='subset'))))
+def test_gates_come_back_as_what_they_were(world, way, asked):
+    name, recipe = '-'.join(['class', way.__name__, *asked]), get_recipe('tiny', **SMALL | asked, corpus='own.txt')
+    def go(**kwargs): return [{k: x for k, x in r.items() if k not in ('ms', 'spread', 'speedup')}
+                              for r in run(recipe, run_dir=name, device='cpu', **kwargs)]
+    def kill(): # as if after gated/
+        shutil.rmtree(f'{name}/pruned'), Path(f'{name}/report.json').unlink()
+    rows = go(way=way)
+    whole = {p: p.read_bytes() for p in Path(name, 'pruned').iterdir() if p.name in ('model.safetensors', 'keep.json')}
     z = checkpoint.load(f'{name}/gated')[1]['z']['z']
-    assert len(whole) >= 2 and 0 < (z > 0).sum() < 8
-    for p in [*Path(name).glob('pruned*'), Path(name)/'report.json']: shutil.rmtree(p) if p.is_dir() else p.unlink()    # as if killed after gated/
-    again = run(recipe, run_dir=name, device='cpu', gating=gating, resume=True)
-    assert whole == {p: p.read_bytes() for p in whole}
-    untimed = lambda rows: [{k: x for k, x in r.items() if k not in ('ms', 'spread', 'speedup')} for r in rows]
-    assert untimed(again) == untimed(rows)
-    if gating is gates_for: assert torch.equal(HeadGates.from_pretrained(f'{name}/gated')(), z)
+    assert len(whole) == 2 and 0 < (z > 0).sum() < 8
+    kill()
+    assert go(way=way, resume=True) == rows and whole == {p: p.read_bytes() for p in whole}
+    if way is not below: assert torch.equal(HeadGates.from_pretrained(f'{name}/gated')(), z)
     else:
-        with pytest.raises(OSError, match='gated: not gates of class HeadGates; take z from z.safetensors'): HeadGates.from_pretrained(f'{name}/gated')
-        for p in [Path(name)/'pruned', Path(name)/'report.json']: shutil.rmtree(p) if p.is_dir() else p.unlink()
-        with pytest.raises(OSError, match='gated was made with other gates; give the same gating'): run(recipe, run_dir=name, device='cpu', resume=True)
+        with pytest.raises(OSError, match='not gates of class HeadGates'): HeadGates.from_pretrained(f'{name}/gated')
+        kill()
+        with pytest.raises(OSError, match='gated was made with other gates; give the same way'): go(resume=True)
 
 def test_other_circumstances_are_said(world):
     torch.set_num_threads(2)
@@ -298,7 +269,7 @@ def test_other_circumstances_are_said(world):
 def test_another_start_is_another_training(world):
     recipe, text, make = small()
     train(make(), text, recipe, run_dir='start')
-    with pytest.raises(ValueError, match='start=3: .*was made with 0'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
+    with pytest.raises(DataError, match='not the start, that'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
 
 @pytest.mark.parametrize('begun,resumed', ((True, False), (False, True)))
 def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
@@ -307,12 +278,10 @@ def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
         torch.manual_seed(0)
         model, gates = make(), HeadGates(2, 4)
         net, gate = (torch.compile(m) if compiled else m for m in (model, gates))
-        average = torch.optim.swa_utils.AveragedModel(net)
         def after(t):
-            average.update_parameters(t.model)
             if t.step == stop: raise Crash
-        train(net, text, recipe, gate, folder, resume=True, after=after, keep=dict(average=average))
-        return [*model.state_dict().values(), *gates.state_dict().values(), *average.state_dict().values()]
+        train(net, text, recipe, gate, folder, resume=True, after=after)
+        return [*model.state_dict().values(), *gates.state_dict().values()]
     name = f'compiled-{begun}'
     with torch.compiler.set_stance('force_eager'):                                      # their names are those of compiled modules; to compile would take a minute
         with pytest.raises(Crash): go(name, begun, stop=9)
@@ -338,21 +307,10 @@ def test_a_damaged_one_is_never_gone_back_to(world):
     train(whole, text, recipe)
     assert all(torch.equal(x, whole.state_dict()[k]) for k, x in model.state_dict().items())
 
-@pytest.mark.parametrize('change', (dict(recipe=None), dict(mems=[1]), dict(optimizer0_settings=[]), dict(model=[1]), dict(log=[])))
-def test_what_is_no_state_of_this_training(world, change):
-    (recipe, text, make), name = small(), f'other-{[*change][0]}'
-    train(make(), text, recipe, run_dir=name)
-    newest = sorted((world/name/'checkpoints').iterdir())[-1]
-    config, parts = checkpoint.load(newest)
-    shutil.rmtree(newest)
-    checkpoint.save(newest, **dict(config=config, **parts) | (dict(config=config | change) if 'recipe' in change else change))
-    with pytest.raises(OSError, match='checkpoint=.*: .*; give '): train(make(), text, recipe, run_dir=name, resume=True)
-
 # ---- numbers that are none
 
 @pytest.mark.parametrize('what', ('loss', 'gradient', 'gate gradient'))
-@pytest.mark.parametrize('value', (float('nan'), float('inf')))
-@pytest.mark.parametrize('dtype', ('float32', 'bfloat16'))
+@pytest.mark.parametrize('value,dtype', ((float('nan'), 'float32'), (float('inf'), 'bfloat16')))
 def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value, dtype):
     adam, moved, name = torch.optim.AdamW.step, [], f'{what}-{value}-{dtype}'.replace(' ', '-')
     monkeypatch.setattr(torch.optim.AdamW, 'step', lambda self, *a: (moved.append(1), adam(self, *a))[1])
@@ -387,19 +345,9 @@ def test_what_is_not_finite_is_not_saved(world):
     recipe, text, make = small(save_every=1)
     def poison(t):
         if t.step == 2: t.model.pos.data[0, 0] = float('inf')
-    with pytest.raises(FloatingPointError, match='pos=inf: model diverged in baseline before step 2'):
+    with pytest.raises(FloatingPointError, match='model: not finite in baseline before step 2'):
         train(make(), text, recipe, run_dir='finite', after=poison)
     assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
-
-def test_what_the_loop_does_without_a_folder_it_does_with_one(world):
-    recipe, text, make = small()
-    torch.manual_seed(0)
-    a = make()
-    b = checkpoint.build(a.cfg)
-    b.load_state_dict(a.state_dict())
-    for _ in train_steps(a, text, recipe): pass
-    train(b, text, recipe, run_dir='folder')
-    assert all(torch.equal(x, b.state_dict()[k]) for k, x in a.state_dict().items())
 
 # ---- damaged files
 
@@ -414,7 +362,7 @@ def test_damage_is_refused_by_name(world, saved, how):
     files, warned = sorted(newest.iterdir()), 0
     assert len(files) == 10 and len(sorted(saved.glob('gated-*'))) == 2
     older = checkpoint.load(sorted(saved.glob('gated-*'))[0])[0]['step']
-    for i in range(200):
+    for i in range(60):
         file = files[i % len(files)]
         data = file.read_bytes()
         bit = rng.randrange(8 * len(data))
@@ -425,7 +373,7 @@ def test_damage_is_refused_by_name(world, saved, how):
             assert checkpoint.newest(saved, 'gated')[0]['step'] == older
         warned += len(said) == 1 and str(newest) in str(said[0].message) and 'going back' in str(said[0].message)
         file.write_bytes(data)
-    assert warned == 200 and checkpoint.newest(saved, 'gated')[0]['step'] > older
+    assert warned == 60 and checkpoint.newest(saved, 'gated')[0]['step'] > older
 
 def test_resumes_from_the_older_one_and_says_so(world):
     go('whole-d')
@@ -515,29 +463,14 @@ def test_real_signals(world):
     for i, ((what, sig), result) in enumerate(zip(cases, results)):
         status, err = result.result()
         assert status == 128 + sig and err.splitlines()[-1] == f'allatt-prune: stopped by {sig.name}; --resume goes on with what was begun', (what, err)
-        assert not [line for line in err.splitlines()[:-1] if not line.endswith((' to do', ': read as char (a-z and space)'))], err
+        assert not [line for line in err.splitlines()[:-1] if not line.endswith((' left', ': read as char (a-z and space)'))], err
         run(running.stored_recipe(f'signal{i}'), run_dir=f'signal{i}', device='cpu', resume=True)
         assert same(world/f'signal{i}', world/('whole-evaluation' if what == 'evaluation' else 'whole-training')), (what, sig)
 
 # ---- nothing that can run a stranger's code
 
 def test_nothing_can_unpickle():
-    banned = {'pickle', 'cPickle', 'dill', 'joblib', 'shelve', 'marshal', 'yaml'}
-    seen, home = 0, Path(__file__).parents[1]
-    sources = {file: file.read_text(encoding='utf-8') for file in (*home.glob('*.py'), *home.glob('allatt_prune/**/*.py'))}
-    for file in home.glob('nbs/**/*.ipynb'):
-        for i, cell in enumerate(json.loads(file.read_text(encoding='utf-8'))['cells']):
-            if cell['cell_type'] == 'code': sources[file, i] = ''.join(line for line in cell['source'] if not line.startswith(('%', '!')))
-    for file, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
-            names = [a.name for a in node.names] + [getattr(node, 'module', None) or ''] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            assert not {n.split('.')[0] for n in names} & banned, (file, node.lineno)
-            if not isinstance(node, ast.Call): continue
-            seen += 1
-            called = ast.unparse(node.func)
-            assert called not in ('eval', 'exec', 'compile', '__import__', 'os.system', 'os.popen', 'torch.load', 'torch.save', 'np.load', 'yaml.load'), (file, node.lineno)
-            assert not called.startswith(('pickle.', 'dist.')) or not called.endswith(('_object', '_object_list', 'loads', 'load')), (file, node.lineno)
-            for k in node.keywords:
-                value = getattr(k.value, 'value', None)
-                assert (k.arg, value) not in (('weights_only', False), ('allow_pickle', True), ('shell', True)), (file, node.lineno)
-    assert seen > 2000
+    banned = re.compile(r'\bpickle|\bdill\b|torch\.(load|save)\(|np\.load\(|allow_pickle|(?<![.\w])(eval|exec)\(|shell=True|_object(_list)?\(')
+    for file in Path(allatt_prune.__file__).parent.rglob('*.py'):
+        found = [line for line in file.read_text(encoding='utf-8').splitlines() if banned.search(line.split('#')[0])]
+        assert not found, (file, found)

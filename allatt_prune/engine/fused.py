@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from .. import attention
 
 # %% ../../nbs/engine/00_fused.ipynb #0619d083
-def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... keys) weights, (...) log-sum-exp
-    "Softmax over the keys, and the logarithm of its denominator; both at least float32."
+def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... keys), (...)
+    "Softmax over the keys, and the log-sum-exp of the scores; both at least float32."
     if scores.dtype in (torch.bfloat16, torch.float16): scores = scores.float()
     p = scores.softmax(-1)
     return p, scores.amax(-1) - p.amax(-1).log()
@@ -33,26 +33,26 @@ def merge(
 # %% ../../nbs/engine/00_fused.ipynb #e64a5d7b
 @torch.library.custom_op(f"{__name__.replace('.', '_')}::keep_mask", mutates_args=())
 def keep_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
-    "1 where a weight of `x` is kept, else 0. The same seed (0-d, int64) and block (its first row) give the same mask."
+    "1 where a weight of `x` is kept, else 0; a function of seed (0-d, int64) and block (its first row)."
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
     words.random_(-2**63, None, generator=torch.Generator(x.device).manual_seed(int(seed) + block))
     numbers = words.view(torch.int16)[:x.numel()].view(x.shape)
-    return torch.ge(numbers, _cut(dropout) - 2**15, out=torch.empty_like(x)) # a mask of x's type multiplies fastest
+    return torch.ge(numbers, _cut(dropout) - 2**15, out=torch.empty_like(x)) # x's type is fastest
 
 @keep_mask.register_fake
 def _(x, dropout, seed, block): return torch.empty_like(x)
 
-def _cut(dropout): return min(round(dropout * 2**16), 2**16 - 1) # how many of 2**16 numbers drop a weight
+def _cut(dropout): return min(round(dropout * 2**16), 2**16 - 1) # of 2**16 numbers, those that drop
 def _keep_scale(dropout): return 1 / (1 - _cut(dropout) / 2**16) # what kept weights are multiplied with
-def _new_seed(dropout): return torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+def _new_seed(dropout): return torch.randint(2**62, ()) if dropout else torch.tensor(0)
 
 # %% ../../nbs/engine/00_fused.ipynb #e84536fe
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of the rows 0..n-1
-def _rows_per_block(q, k): return max(16, 2**20 // (len(q) * k.shape[1])) # about a million scores: 4 MB in float32
-def _rowsum(g, out, lse): return (g.to(lse.dtype) * out).sum(-1, keepdim=True) # D = g·o, in the precision of lse
+def _rows_per_block(q, k): return max(16, 2**20 // (len(q) * k.shape[1])) # about a million scores
+def _rowsum(g, out, lse): return (g.to(lse.dtype) * out).sum(-1, keepdim=True) # D = g·o
 
 # %% ../../nbs/engine/00_fused.ipynb #d2af60a5
-def _rows_forward(q, k, v, dropout): # (h r d), (h n d), (h n d) -> output (h r d), log-sum-exp (h r), (seed,)
+def _rows_forward(q, k, v, dropout): # (h r d), (h n d), (h n d) -> (h r d), lse (h r), (seed,)
     outs, lses, seed = [], [], _new_seed(dropout)
     for i in _blocks(q.shape[1], _rows_per_block(q, k)):
         p, lse = softmax_lse(torch.bmm(q[:, i], k.mT))
@@ -60,7 +60,7 @@ def _rows_forward(q, k, v, dropout): # (h r d), (h n d), (h n d) -> output (h r 
         outs.append(torch.bmm(p.to(v.dtype), v)); lses.append(lse)
     return torch.cat(outs, 1) * _keep_scale(dropout), torch.cat(lses, 1), (seed,)
 
-def _rows_backward(g, q, k, v, out, lse, state, dropout): # with the merged out and lse -> gradients of q, k, v
+def _rows_backward(g, q, k, v, out, lse, state, dropout): # out, lse: merged -> gradients of q, k, v
     D, g, (seed,) = _rowsum(g, out, lse), g * _keep_scale(dropout), state
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for i in _blocks(q.shape[1], _rows_per_block(q, k)):
@@ -88,7 +88,8 @@ def _cpu_backward(g, q, k, v, out, lse, state, dropout):
     return _heads(aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=1.))
 
 def _flash_forward(q, k, v, dropout): # CUDA, bfloat16 and float16
-    out, lse, *_, rng, unused, _ = aten._scaled_dot_product_flash_attention(*_one(q, k, v), dropout, scale=1.)
+    args = *_one(q, k, v), dropout
+    out, lse, *_, rng, unused, _ = aten._scaled_dot_product_flash_attention(*args, scale=1.)
     return out[0], lse[0], (rng, unused)
 
 def _flash_backward(g, q, k, v, out, lse, state, dropout):
@@ -96,8 +97,9 @@ def _flash_backward(g, q, k, v, out, lse, state, dropout):
     return _heads(aten._scaled_dot_product_flash_attention_backward(*args, scale=1.))
 
 # %% ../../nbs/engine/00_fused.ipynb #88860fcc
-def _efficient_forward(q, k, v, dropout): # CUDA, float32; it pads the log-sum-exp to a multiple of 32 rows
-    out, lse, *state = aten._scaled_dot_product_efficient_attention(*_one(q, k, v), None, True, dropout, scale=1.)
+def _efficient_forward(q, k, v, dropout): # CUDA, float32; lse is padded to a multiple of 32 rows
+    args = *_one(q, k, v), None, True, dropout
+    out, lse, *state = aten._scaled_dot_product_efficient_attention(*args, scale=1.)
     return out[0], lse[0, :, :q.shape[1]], tuple(state)
 
 def _efficient_backward(g, q, k, v, out, lse, state, dropout):
@@ -106,16 +108,17 @@ def _efficient_backward(g, q, k, v, out, lse, state, dropout):
     return _heads(aten._scaled_dot_product_efficient_attention_backward(*args, scale=1.)[:3])
 
 KERNELS = dict(rows=(_rows_forward, _rows_backward), cpu=(_cpu_forward, _cpu_backward),
-               flash=(_flash_forward, _flash_backward), efficient=(_efficient_forward, _efficient_backward))
+    flash=(_flash_forward, _flash_backward), efficient=(_efficient_forward, _efficient_backward))
 
 # %% ../../nbs/engine/00_fused.ipynb #f15c41b0
 @functools.cache
 def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
     "Does this kernel exist on this device, and give what `rows` gives, for heads of width d?"
-    q, k, v, g = torch.randn(4, 2, 48, d, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 4
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = torch.randn(4, 2, 48, d, generator=generator).to(device, dtype) / 4
     def results(forward, backward):
         out, lse, state = forward(q, k, v, 0.)
-        return out, lse, *backward(g, q, k, v, out/2, lse + 1, state, 0.)        # any out and lse, as after merging
+        return out, lse, *backward(g, q, k, v, out/2, lse + 1, state, 0.) # any other out and lse
     try: got, want = results(*KERNELS[name]), results(*KERNELS['rows'])
     except Exception: return False
     close = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
@@ -131,19 +134,21 @@ def choose(q: Tensor, dropout: float) -> str: # queries, probability -> a name i
     return name if name == 'rows' or _works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
-def _band(x, m): # (... c c+m) by key -> (... c m) by distance, furthest first; a view; row i: columns i+1 to i+m
+def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
     return x.flatten(-2)[..., 1:].unfold(-1, m, x.shape[-1] + 1)
 
 # %% ../../nbs/engine/00_fused.ipynb #2e1563f1
 BLOCK = 64 # queries of a block
 
+def _fold(x, h): return rearrange(x, '(h b) t ... -> h (b t) ...', h=h) # streams behind each other
+def _unfold(x, t): return rearrange(x, 'h (b t) ... -> (h b) t ...', t=t)
+
 def _band_scores(qu, qw, k, r, i, pad): # block i -> (h·b c m) by distance; and a buffer (h·b c c+m)
     h, c, m = len(r), i.stop - i.start, r.shape[1]
-    position = torch.bmm(rearrange(qw[:, i], '(h b) c d -> h (b c) d', h=h), r.mT)
     content = torch.bmm(qu[:, i], k[:, i.start:i.stop + m].mT)
-    scores = rearrange(position, 'h (b c) m -> (h b) c m', c=c).add_(_band(content, m))
+    scores = _unfold(torch.bmm(_fold(qw[:, i], h), r.mT), c).add_(_band(content, m))
     if pad > i.start + 1:
-        columns = torch.arange(i.start + 1, i.stop + 1, device=k.device)[:, None] + torch.arange(m, device=k.device)
+        columns = _band(torch.arange(c + m, device=k.device).repeat(c, 1), m) + i.start
         scores = scores.masked_fill(columns < pad, torch.finfo(scores.dtype).min / 4)
     return scores, content
 
@@ -175,8 +180,8 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
         dv[:, j] += torch.bmm(_by_key(kept, buffer).mT, g[:, i])
         ds = p.mul_(dp - D[:, i]).to(qu.dtype)
         dqus.append(torch.bmm(_by_key(ds, buffer), k[:, j])); dk[:, j] += torch.bmm(buffer.mT, qu[:, i])
-        ds, qwi = rearrange(ds, '(h b) c m -> h (b c) m', h=h), rearrange(qw[:, i], '(h b) c d -> h (b c) d', h=h)
-        dqws.append(rearrange(torch.bmm(ds, r), 'h (b c) d -> (h b) c d', c=c)); dr.baddbmm_(ds.mT, qwi)
+        ds = _fold(ds, h)
+        dqws.append(_unfold(torch.bmm(ds, r), c)); dr.baddbmm_(ds.mT, _fold(qw[:, i], h))
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
 
 # %% ../../nbs/engine/00_fused.ipynb #2d8c1d0f
@@ -184,12 +189,9 @@ def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> queries for content and f
     x = rearrange(q, '(h b) t d -> h b t d', h=len(u)) / q.shape[-1]**.5
     return [rearrange(x + y[:, None, None] / q.shape[-1]**.5, 'h b t d -> (h b) t d') for y in (u, w)]
 
-def _fold(x, h): return rearrange(x, '(h b) t ... -> h (b t) ...', h=h) # streams behind each other
-def _unfold(x, t): return rearrange(x, 'h (b t) ... -> (h b) t ...', t=t)
-
 # %% ../../nbs/engine/00_fused.ipynb #66b01a85
-class _Attend(torch.autograd.Function): # q, k, v: (h·b ...); k and v begin with pad empty positions; r: furthest first
-    @staticmethod
+class _Attend(torch.autograd.Function):
+    @staticmethod # q, k, v: (h·b ...); k and v begin with pad empty positions; r: furthest first
     def forward(ctx, q, k, v, r, u, w, pk, pv, pad, dropout):
         (h, n, _), t, kernel, state = pk.shape, q.shape[1], choose(q, dropout), ()
         out, lse, seed = _context_forward(*_with_bias(q, u, w), k, v, r, pad, dropout)
@@ -211,15 +213,15 @@ class _Attend(torch.autograd.Function): # q, k, v: (h·b ...); k and v begin wit
         du, dw = (_fold(x, h).sum(1) for x in (dqu, dqw))
         dq, dpk, dpv = dqu + dqw, None, None
         if n: # values times sqrt(n) are the same as g times sqrt(n) and out over it
-            args = _fold(g * n**.5, h), _fold(q, h), pk, pv, _fold(out / n**.5, h), _fold(lse, h), state, dropout
-            dqp, dpk, dpv = KERNELS[kernel][1](*args)
-            dq = dq + _unfold(dqp, q.shape[1])
+            g, q, out, lse = (_fold(x, h) for x in (g * n**.5, q, out / n**.5, lse))
+            dqp, dpk, dpv = KERNELS[kernel][1](g, q, pk, pv, out, lse, state, dropout)
+            dq = dq + _unfold(dqp, dq.shape[1])
         return dq, dk, dv, dr, du, dw, dpk, dpv, None, None
 
 # %% ../../nbs/engine/00_fused.ipynb #02804e43
 def _rows(x): return rearrange(x, 'b h t d -> (h b) t d').contiguous()
 def _window(x, t, m): # the t+m last positions, with empty ones in front if there are fewer
-    return _rows(F.pad(x, (0, 0, t + m - x.shape[2], 0)) if x.shape[2] < t + m else x[:, :, x.shape[2]-t-m:])
+    return _rows(F.pad(x, (0, 0, t + m - x.shape[2], 0)))
 
 def attend(
     q: Tensor, # (b h t d) queries
@@ -233,12 +235,12 @@ def attend(
     *, dropout: float = 0. # probability of dropping an attention weight, of either kind of key
 ) -> Tensor: # (b h t d), before W_o
     "`attention.attend`, faster and in less memory. Paper, equation 1."
-    if not 0 <= dropout < 1: raise ValueError(f'dropout={dropout}: not a probability below 1; give 0 <= p < 1')
-    if pk.shape != pv.shape: raise ValueError(f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}; give one per key')
+    assert 0 <= dropout < 1, f'dropout={dropout}: not a probability below 1'
+    assert pk.shape == pv.shape, f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}'
     t, s, m = q.shape[2], k.shape[2], min(r.shape[1], k.shape[2])
-    if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout) # nothing to do faster
-    k, v, r, u, w, pk, pv = (x.to(q.dtype) for x in (k, v, r, u, w, pk, pv))                # under autocast they differ
-    pad, pk, pv = max(0, t + m - s), pk.contiguous(), pv.contiguous()                       # kernels do not ask
+    if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout)
+    k, v, r, u, w, pk, pv = (x.to(q.dtype) for x in (k, v, r, u, w, pk, pv)) # under autocast they differ
+    pad, pk, pv = max(0, t + m - s), pk.contiguous(), pv.contiguous() # kernels do not ask
     q, k, v = _rows(q), _window(k, t, m), _window(v, t, m)
     out = _Attend.apply(q, k, v, r[:, :m].flip(1), u, w, pk, pv, pad, dropout)
     return rearrange(out, '(h b) t d -> b h t d', h=len(u))
@@ -246,16 +248,14 @@ def attend(
 # %% ../../nbs/engine/00_fused.ipynb #0ccc9b31
 def weights(
     q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor # as for `attend`
-) -> Iterator[tuple[slice, Tensor, Tensor]]: # some queries; their weights (b h t m) by distance from 0, (b h t n)
-    "What `attend` multiplies values with: one softmax over both kinds of keys, for a block of queries at a time."
-    (b, h, t, _), m, n = q.shape, min(r.shape[1], k.shape[2]), pk.shape[1]
+) -> Iterator[tuple[slice, Tensor, Tensor]]: # queries, weights (b h t m) by distance from 0, (b h t n)
+    "The weights of `attend`, for a block of queries at a time."
+    (h, n, _), t, m = pk.shape, q.shape[2], min(r.shape[1], k.shape[2])
     pad, k, r, rows = max(0, t + m - k.shape[2]), _window(k, t, m), r[:, :m].flip(1), _rows(q)
     qu, qw = _with_bias(rows, u, w)
     for i in _blocks(t, BLOCK):
-        context, lse = softmax_lse(_band_scores(qu, qw, k, r, i, pad)[0])
-        persistent = context.new_zeros(h*b, i.stop - i.start, 0)
-        if n:
-            persistent, other = softmax_lse(_unfold(torch.bmm(_fold(rows[:, i], h), pk.mT), i.stop - i.start))
-            whole = torch.logaddexp(lse, other)
-            context, persistent = (x * (l - whole).exp()[..., None] for x, l in ((context, lse), (persistent, other)))
-        yield i, *(rearrange(x, '(h b) t s -> b h t s', h=h) for x in (context.flip(-1), persistent))
+        context, _ = _band_scores(qu, qw, k, r, i, pad)
+        persistent = _unfold(torch.bmm(_fold(rows[:, i], h), pk.mT), i.stop - i.start)
+        p, _ = softmax_lse(torch.cat([context, persistent], -1))
+        context, persistent = rearrange(p, '(h b) t s -> b h t s', h=h).split([m, n], -1)
+        yield i, context.flip(-1), persistent

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from fastcore.basics import patch
 from torch import Tensor
 from ..model import Cached, LM
-from ..data import need
 
 # %% ../../nbs/engine/05_generate.ipynb #ce0518d7
 @patch
@@ -19,10 +18,10 @@ from ..data import need
 def start_cache(self: LM,
     batch: int = 1 # streams
 ) -> list[Cached|None]: # for `infer`; None for a layer without heads
-    "An empty memory of projected keys and values."
-    memory = self.pos.new_zeros(batch, self.cfg.mem_len * self.cfg.zero_memory, self.cfg.d_model)
+    "An empty cache of projected keys and values."
+    empty = self.pos.new_zeros(batch, 0, self.cfg.d_model)
     attns = [layer.attn for layer in self.layers]
-    return [a and Cached(*a.keys_values(a.norm(memory)), a.relative_keys(self.pos)) for a in attns]
+    return [a and Cached(*a.keys_values(empty), a.relative_keys(self.pos)) for a in attns]
 
 # %% ../../nbs/engine/05_generate.ipynb #e11e8bad
 @patch
@@ -33,11 +32,11 @@ def infer(self: LM,
     z: Tensor|None = None # (l h) head multipliers
 ) -> tuple[Tensor, list[Cached|None]]: # logits (b t v); the cache with these symbols
     "Logits and a cache, of a model whose weights are fixed."
-    need(not self.training, 'training', True, 'dropout would act', 'call model.eval() first')
+    if self.training: raise ValueError('training=True: dropout would act; call model.eval() first')
     if cache is None: cache = self.start_cache(len(ids))
     want = [layer.attn and (len(ids), layer.attn.h) for layer in self.layers]
-    need(isinstance(cache, list) and [c and tuple(c.k.shape[:2]) for c in cache] == want, 'cache', type(cache).__name__,
-         f'not of this model and {len(ids)} streams', 'give what infer or start_cache returned')
+    if [c and c.k.shape[:2] for c in cache] != want:
+        raise ValueError(f'cache: not of this model and {len(ids)} streams; give what infer returned')
     return self(ids, mems=cache, z=z)
 
 # %% ../../nbs/engine/05_generate.ipynb #f0966514
@@ -50,22 +49,21 @@ def write(self: LM,
     top_k: int = 0 # only the most probable symbols are drawn; 0: all
 ) -> Iterator[Tensor]: # (b 1), n times
     "Go on writing, one symbol at a time."
-    need(0 <= temperature < float('inf'), 'temperature', temperature, 'not a number from 0', 'give 0 or more')
-    for name, x in dict(n=n, top_k=top_k).items(): need(x >= 0, name, x, 'negative', 'give 0 or more')
-    if not 0 <= ids.min() <= ids.max() < self.cfg.vocab:
-        raise ValueError(f'ids={int(ids.min())} to {int(ids.max())}: the model knows 0 to {self.cfg.vocab - 1}')
-    def symbols(new=ids, cache=None):
-        for _ in range(n):
-            logits, cache = self.infer(new, cache, z)
-            last = logits[:, -1]
-            if 0 < top_k < last.shape[1]: last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
-            best, at = last.max(-1, keepdim=True)
-            yield (new := ((last - best) / temperature).softmax(-1).multinomial(1) if temperature > 1e-30 else at)
-    return symbols()
+    if not (temperature >= 0 and top_k >= 0):
+        raise ValueError(f'temperature={temperature}, top_k={top_k}: not both from 0 on')
+    cache = None
+    for _ in range(n):
+        logits, cache = self.infer(ids, cache, z)
+        last = logits[:, -1]
+        if 0 < top_k < last.shape[1]:
+            last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
+        best, ids = last.max(-1, keepdim=True)
+        if temperature > 1e-30: ids = ((last - best) / temperature).softmax(-1).multinomial(1)
+        yield ids
 
 @patch
 def generate(self: LM,
     ids: Tensor, n: int, temperature: float = 1., z: Tensor|None = None, top_k: int = 0 # as for `write`
 ) -> Tensor: # (b t+n)
-    "The text and what the model writes behind it."
+    "The text and its continuation."
     return torch.cat([ids, *self.write(ids, n, temperature, z, top_k)], 1)

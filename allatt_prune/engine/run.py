@@ -20,7 +20,8 @@ from ..distill import Distill
 from ..model import LM
 from ..remove import remove_heads
 from .report import measure, write_report
-from .resume import LOG, Processes, read_log, same_recipe, text_id, train, write_metrics
+from .processes import LOG, Processes
+from .resume import read_log, same_recipe, text_id, train, write_metrics
 from ..timing import environment
 from ..ways import Way, way
 

@@ -48,8 +48,8 @@ def embed(self: AdaptiveSoftmax, ids: Tensor) -> Tensor: # (b t) -> (b t c)
 
 # %% ../../nbs/engine/01_softmax.ipynb #48eb08cb
 @patch
-def scores(self: AdaptiveSoftmax, h: Tensor, i: int) -> Tensor: # (... c), which cluster -> (... its words)
-    "Logits of a cluster's words; in the first cluster also those of the clusters after it. In float32 or wider."
+def scores(self: AdaptiveSoftmax, h: Tensor, i: int) -> Tensor: # (... c), cluster -> (... its words)
+    "Logits of one cluster's words, in float32; the first also has those of the other clusters."
     if len(self.emb) > 1: h = F.linear(h, self.out) if i == 0 else h @ self.proj[i]
     own = F.linear(h, self.emb[i], self.bias[self.edges[i]:self.edges[i+1]])
     if len(self.emb) > 1 and i == 0: own = torch.cat([own, self.clusters(h)], -1)
@@ -67,10 +67,12 @@ def logits(self: AdaptiveSoftmax, h: Tensor) -> Tensor: # (... c) -> (... v)
 # %% ../../nbs/engine/01_softmax.ipynb #34a50dba
 @patch
 def loss(self: AdaptiveSoftmax, h: Tensor, targets: Tensor) -> Tensor: # (n c), (n) -> ()
-    "Mean nats of the targets that are not -100; a cluster is computed for its own words only."
+    "Mean nats of the targets that are not -100."
     cluster, n = self.cluster(targets), self.sizes[0]
-    total = F.cross_entropy(self.scores(h, 0), torch.where(cluster > 0, n + cluster - 1, targets), reduction='sum')
+    first = torch.where(cluster > 0, n + cluster - 1, targets)
+    total = F.cross_entropy(self.scores(h, 0), first, reduction='sum')
     for i in range(1, len(self.emb)):
         here = cluster == i
-        total = total + F.cross_entropy(self.scores(h[here], i), targets[here] - self.edges[i], reduction='sum')
+        own = targets[here] - self.edges[i]
+        total = total + F.cross_entropy(self.scores(h[here], i), own, reduction='sum')
     return total / (targets != -100).sum()
