@@ -114,22 +114,19 @@ def matmul_job(device='cpu', dtype: torch.dtype = torch.float32) -> tuple[Callab
 def time_recipe(
     r: Recipe, corpus: Corpus, # the recipe whose model is timed; the text to read
     kept: list[float] = (.5,), # shares of the heads that pruned models keep
-    device: str = 'cpu',
-    *, makers: dict[str, Callable] = dict(plain=LM), # from a configuration; the last also prunes
-    repeats: int = 9 # rounds
-) -> list[dict]: # per job: job, attention (its maker), heads, macs, ms (`Timing`), roofline (share)
+    device: str = 'cpu', make: Callable = LM, # makes a model of a configuration
+    *, repeats: int = 9 # rounds
+) -> list[dict]: # per job: job, heads, macs, ms (`Timing`), roofline (share)
     "Time training and reading, whole and pruned, in turns."
     cfg, b, dtype = r.config(len(corpus.vocab)), r.batch, getattr(torch, r.dtype)
     ids = Streams(corpus.train, b, cfg.mem_len + cfg.seg_len + 1, corpus.name)[0][0].to(device)
-    pruned = [replace(cfg, heads=[round(share * cfg.n_head)] * cfg.n_layer) for share in kept]
-    models = [(name, cfg) for name in makers] + [([*makers][-1], small) for small in pruned]
     product, product_macs = matmul_job(device, dtype)
     rows, jobs = [], [product]
-    for name, small in models:
-        train, read = makers[name](small).to(device), makers[name](small).to(device, dtype)
-        macs = count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
-        about = dict(attention=name, heads=sum(small.layer_heads))
-        rows += [dict(about, job='train', macs=3*macs), dict(about, job='read', macs=macs)]
+    for share in (1., *kept):
+        small = replace(cfg, heads=[round(share * cfg.n_head)] * cfg.n_layer)
+        heads, macs = sum(small.heads), count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
+        rows += [dict(job='train', heads=heads, macs=3*macs), dict(job='read', heads=heads, macs=macs)]
+        train, read = make(small).to(device), make(small).to(device, dtype)
         jobs += [train_job(train, ids, dtype), segment_job(read, ids)]
     best, *times = in_turns(jobs, repeats=repeats)
     rate = product_macs / best.median

@@ -75,6 +75,14 @@ def test_a_link_to_a_checkpoint_of_that_name(tmp_path):
     assert state(outside) == before and not (here/'gated-00000100').is_symlink()
     verify(here/'gated-00000100')
 
+def test_linked_checkpoints_are_refused(tmp_path):
+    steps(tmp_path/'elsewhere', 1)                                         # those of another run
+    (tmp_path/'checkpoints').symlink_to(tmp_path/'elsewhere')
+    before = state(tmp_path)
+    for job in (lambda: steps(tmp_path/'checkpoints', 2, 3, 4), lambda: newest(tmp_path/'checkpoints', 'gated')):
+        with pytest.raises(OSError, match='checkpoints: a link; put a folder there'): job()
+    assert state(tmp_path) == before
+
 def test_sweeping(tmp_path):
     mine = '.a.tmp-0a1b2c3d', '.a.tmp-allatt_prune-mine', 'a.tmp-allatt_prune-0a1b2c3d', '.a.tmp-allatt_prune-0a1b2c3d.txt'
     for name in mine: (tmp_path/name).write_text('precious')

@@ -1,7 +1,6 @@
 "The real command in its own process: what it refuses, what it leaves behind, how it ends."
-import hashlib, json, math, os, pickle, re, shutil, signal, subprocess, sys, warnings
+import hashlib, json, math, os, pickle, shutil, subprocess, sys, warnings
 from dataclasses import asdict
-from pathlib import Path
 import allatt_prune, pytest, torch
 from allatt_prune.engine import checkpoint
 from allatt_prune.engine.cli import main
@@ -9,10 +8,8 @@ from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM, LMConfig
 from forks import command
 
-PRUNING = ('--batch 4 --log-every 5 --prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 '
-           '--gate-lr 0.3 --lam 0.5').split()
-TOY = ('--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --steps 12 '
-       '--warmup 2').split() + PRUNING
+PRUNING = '--batch 4 --log-every 5 --prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5'.split()
+TOY = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --mem-len 16 --steps 12 --warmup 2'.split() + PRUNING
 SHORT = '--prune-steps 4 --prune-warmup 1 --gate-steps 2 --lam-warmup 0 --valid-every 0 --log-every 1'.split()
 RHYME = 'one two buckle my shoe three four knock at the door '
 SYMBOLS = sorted(set(RHYME))
@@ -28,7 +25,6 @@ def damaged(folder, name, content): # a copy of a model with other weights
 def fill(folder): # texts, taken names, and saved models in every state of damage
     (folder/'own.txt').write_text(RHYME * 60)
     (folder/'short.txt').write_text(RHYME)
-    (folder/'latin.txt').write_bytes('café '.encode('latin-1') * 500)
     for name in ('taken', 'two words', '-dash'):
         (folder/name).mkdir()
         (folder/name/'result').write_text('precious')
@@ -44,8 +40,6 @@ def fill(folder): # texts, taken names, and saved models in every state of damag
     save('other-shape', config=asdict(cfg) | dict(d_model=64))
     save('not-a-number', model=model | {'layers.1.attn.pv': model['layers.1.attn.pv'] * math.nan})
     save('gates-nan', gates=gates | dict(log_alpha=torch.full((2, 4), math.nan)))
-    save('gates-long', gates=gates | dict(log_alpha=torch.ones(3, 4)))
-    save('gates-none', gates=gates | dict(log_alpha=torch.full((2, 4), -1.)))
     (folder/'bomb.pt').write_bytes(pickle.dumps(Bomb()))
     damaged(folder, 'cut', lambda data: data[:-7])
     damaged(folder, 'flipped', lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:])
@@ -78,24 +72,16 @@ OWN = [*RUN, '--corpus', 'own.txt']
 PRUNE = ['prune', 'good', *PRUNING, '--corpus', 'own.txt']
 REFUSED = [ # arguments, exit status, what the line must name
     ([], 2, 'required: command'), # syntax
-    (['fly'], 2, "'fly'"),
-    ([*RUN, '--lamda', '0.2'], 2, 'unrecognized arguments: --lamda'),
     ([*RUN, '--prune-s', '2'], 2, 'unrecognized arguments: --prune-s'),
     (['run', 'huge'], 2, 'recipe=huge'),
-    ([*RUN, '--steps', 'ten'], 2, "--steps: invalid int value: 'ten'"),
     ([*RUN, '--cutoffs', '3,x'], 2, '--cutoffs: invalid integers value'),
-    ([*RUN, '--output-scale', 'maybe'], 2, '--output-scale: invalid boolean value'),
-    ([*RUN, '--sparsity', '.4', '--heads', '3'], 2, '--heads: not allowed with argument --sparsity'),
     (['prune'], 2, 'give a model or --resume'),
     (['prune', 'good', '--resume'], 2, 'give a model or --resume'),
     (['prune', 'good', '--d-model', '64'], 2, 'unrecognized arguments: --d-model'),
     ([*SCORE], 2, 'required: MODEL'),
-    ([*SCORE, 'good', '--split', 'trian'], 2, "--split: invalid choice: 'trian'"),
-    (['time', 'tiny', '--kept', 'half'], 2, "--kept: invalid float value: 'half'"),
     ([*OWN, '--device', '\x1b[2Jabacus'], 2, 'device=\\x1b[2Jabacus'), # values
     ([*RUN, '--steps', '0'], 2, 'steps=0'),
     ([*RUN, '--lam=-inf'], 2, 'lam=-inf'),
-    ([*RUN, '--n-head', '7'], 2, 'n_head=7'),
     ([*RUN, '--prune-warmup', '50'], 2, 'prune_warmup=50: longer than prune_steps=12'),
     ([*PRUNE, '--method', 'glue'], 2, 'method=glue'),
     ([*PRUNE, '--repair', 'glue', '--method', 'random', '--sparsity', '.5'], 2, 'repair=glue'),
@@ -107,10 +93,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 2, 'score_tokens=20'),
     (['sample', 'good', '--temperature', '-1'], 2, 'temperature=-1.0'),
     (['sample', 'good', '--prompt', 'Ones'], 1, "the model does not know 'O'"),
-    (['evaluate', 'good', '--corpus', 'own.txt', '--unit', 'word'], 2, 'unit=word: the model was made with unit=char'),
-    ([*RUN, '--corpus', 'a\nb'], 2, 'corpus=a\\nb: '), # files
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
-    ([*RUN, '--corpus', 'latin.txt'], 1, 'byte 3'),
     ([*RUN, '--corpus', 'short.txt'], 1, 'corpus=short.txt'),
     *(([*OWN, '--run-dir=' + d], 1, 'run_dir=' + d) for d in ('taken', 'two words', '-dash', 'own.txt/below', '/proc/here')),
     ([*PRUNE, '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
@@ -124,17 +107,12 @@ REFUSED = [ # arguments, exit status, what the line must name
         'bomb.pt': 'checkpoint=bomb.pt: not a folder', 'bomb': 'model.safetensors is not safetensors',
         'cut': 'model.safetensors is damaged', 'flipped': 'model.safetensors is damaged',
         'other-words': 'corpus=own.txt: the model does not know', 'other-shape': 'size mismatch for pos',
-        'not-a-number': 'layers.1.attn.pv is not finite', 'gates-nan': 'log_alpha is not finite',
-        'gates-long': 'size mismatch for log_alpha'}.items()),
+        'not-a-number': 'layers.1.attn.pv is not finite', 'gates-nan': 'log_alpha is not finite'}.items()),
 ]
 def name_of(case): return ascii(' '.join(a[:40] for a in case[0] if a not in TOY)) or 'nothing'
 
 @pytest.fixture(scope='session')
-def template(tmp_path_factory, cache):
-    folder = fill(tmp_path_factory.mktemp('template'))
-    score = 'score', 'good', '--method', 'random', '--corpus', str(folder/'own.txt') # prepares the text
-    done(folder, *score, env=os.environ | dict(ALLATT_PRUNE_CACHE=str(cache)))
-    return folder
+def template(tmp_path_factory): return fill(tmp_path_factory.mktemp('template'))
 
 @pytest.mark.parametrize('case', REFUSED, ids=map(name_of, REFUSED))
 def test_refused_in_one_line_and_nothing_written(template, tmp_path, cache, case):
@@ -146,10 +124,6 @@ def test_refused_in_one_line_and_nothing_written(template, tmp_path, cache, case
     assert end.returncode == status, end.stderr
     assert len(lines) == 1 and lines[0].startswith('allatt-prune: error: ') and named in lines[0], end.stderr
     assert end.stdout == '' and state(here) == before and lines[0].isprintable()
-
-def test_closed_gates_are_no_error(folder):
-    said = done(folder, *SCORE, 'gates-none').stdout
-    assert re.fullmatch(r'valid of own.txt: \d\.\d+ nats.*\n', said)
 
 def test_names_that_are_no_text_and_terminals_that_know_no_signs(folder):
     name = os.fsdecode(b'caf\xe9 \x1b[31m.txt') # Latin-1, and a colour
@@ -265,15 +239,10 @@ def test_the_folder_of_a_run_is_its_pruned_model_or_its_baseline(folder):
         if name == 'pruned': shutil.rmtree(folder/'r'/'pruned')
     assert same('score', '--score-tokens', '2000')
 
-def test_pruning_with_another_dropout(folder):
-    done(folder, *PRUNE, '--run-dir', 'd', '--control', '--attn-dropout', '0.3')
-    found = {name: LM.from_pretrained(folder/'d'/name).cfg.attn_dropout for name in ('baseline', 'control', 'gated', 'pruned')}
-    assert found == dict(baseline=.2, control=.3, gated=.3, pruned=.3)
-
 def test_time(folder):
     small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --batch 2 --corpus own.txt'.split()
     said = done(folder, 'time', *small, '--kept', '.75', '.5', '--dtype', 'bfloat16').stdout
-    assert all(f'| fused | {n}/8 |' in said for n in (8, 6, 4))
+    assert all(f'| train | {n} |' in said for n in (8, 6, 4))
 
 def test_evaluation_reads_what_the_report_read_unless_told_otherwise(folder):
     done(folder, *PRUNE, '--eval-tokens', '100', '--run-dir', 'e')

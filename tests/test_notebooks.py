@@ -1,5 +1,6 @@
 "The notebooks as documents: what a reader must not find in them."
-import json, re
+import ast, json, re
+from importlib.util import resolve_name
 from pathlib import Path
 import pytest
 
@@ -21,22 +22,19 @@ class TestNotebook:
         assert not re.search(r'(?<![\w:/.<])/(?:home|root|tmp|work|Users)/', out)
     def test_is_small(self, path): assert path.stat().st_size < 200_000
 
-ABOVE = 'engine/run', 'engine/cli' # they put all floors together
+def module(path): return 'engine.' * (path.parent.name == 'engine') + path.stem[3:] # of nbs/engine/00_fused.ipynb: engine.fused
 
 def test_imports_point_backwards():
-    floors = [p.relative_to(ROOT/'nbs') for floor in ('method', 'engine', 'beyond') for p in sorted((ROOT/'nbs'/floor).glob('*.ipynb'))]
-    names = [f"{'engine/' * (p.parts[0] == 'engine')}{p.stem[3:]}" for p in floors]
-    order, seen = sorted(names, key=lambda name: name in ABOVE), []
+    names = [module(p) for floor in ('method', 'engine', 'beyond') for p in sorted((ROOT/'nbs'/floor).glob('*.ipynb'))]
+    order, seen = sorted(names, key=lambda name: name in ('engine.run', 'engine.cli')), set() # these use all floors
     for i, name in enumerate(order):
-        source = (ROOT/'allatt_prune'/f'{name}.py').read_text(encoding='utf-8')
-        for dots, home, listed in re.findall(r'^from (\.+)([\w.]*) import (.+)', source, re.M):
-            base = 'engine/' if name.startswith('engine/') and dots == '.' else ''
-            home = base + home.replace('.', '/')
-            others = [home] if home and home != 'engine' else [f"{'engine/' * (home == 'engine') + base}{x.strip()}" for x in listed.split(',')]
-            for other in others:
-                if other in order: assert order.index(other) < i, f'{name} imports {other}'
-                seen.append(other)
-    assert {'data', 'engine/fused', 'timing'} <= set(seen)
+        code = ast.parse((ROOT/'allatt_prune'/f"{name.replace('.', '/')}.py").read_text(encoding='utf-8'))
+        for node in (n for n in code.body if isinstance(n, ast.ImportFrom) and n.level):
+            home = resolve_name('.'*node.level + (node.module or ''), f'allatt_prune.{name}'.rpartition('.')[0])
+            used = {x.removeprefix('allatt_prune.') for x in (home, *(f'{home}.{x.name}' for x in node.names))}
+            assert not used & {*order[i:]}, f'{name} imports {used}'
+            seen |= used
+    assert seen >= {'data', 'engine.fused', 'timing'}
 
 def test_notebook_links_exist():
     for path in NOTEBOOKS:
@@ -44,7 +42,6 @@ def test_notebook_links_exist():
         for link in re.findall(r'\]\(([^)#:]+\.(?:ipynb|png|svg|json|md))', text): assert (path.parent/link).exists(), f'{path.name}: {link}'
 
 def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
-    from allatt_prune.engine.run import table
     recorded = json.loads((ROOT/'nbs'/'results'/'tiny.json').read_text(encoding='utf-8'))
     readme = (ROOT/'README.md').read_text(encoding='utf-8')
     for r in recorded['rows']:
@@ -54,7 +51,7 @@ def test_the_table_of_the_first_page_is_that_of_the_recorded_run():
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
 
 def test_the_tables_of_books_are_those_of_their_files():
-    from allatt_prune.engine.run import table
+    from allatt_prune.engine.report import table
     recorded = [json.loads((ROOT/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8')) for name in ('books-word', 'books')]
     outputs = [o['data'] for c in cells(ROOT/'nbs'/'experiments'/'books.ipynb') for o in c.get('outputs', []) if 'data' in o]
     assert [''.join(d['text/markdown']) for d in outputs if 'text/markdown' in d] == [table(r['rows']) for r in recorded]

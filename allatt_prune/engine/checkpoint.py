@@ -19,7 +19,7 @@ from ..gates import HeadGates
 from ..model import LM, LMConfig
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
-def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}') # a fresh name
+def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}')
 
 def _sync(folder): # wait until its names are on the disk; Windows cannot
     if os.name != 'posix': return
@@ -44,7 +44,7 @@ def write_file(path: str|Path, data: bytes): # a link of that name is replaced, 
 def new_folder(path: str|Path, what: str = 'checkpoint'): # folder to create; its name in messages
     "A folder to fill, renamed to `path` when complete. FileExistsError if the name is taken."
     path, tmp = Path(path), _beside(Path(path))
-    if os.path.lexists(path): raise FileExistsError(f'{what}={path}: exists; choose another name or delete it')
+    if os.path.lexists(path): raise FileExistsError(f'{what}={path}: exists; choose another name')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tmp.mkdir()
@@ -59,8 +59,8 @@ def new_folder(path: str|Path, what: str = 'checkpoint'): # folder to create; it
 
 def sweep(folder: str|Path): # where no other process writes
     "Delete what killed writers left behind, recognised by its name."
-    for p in Path(folder).iterdir():
-        if p.is_symlink() or not re.fullmatch(r'[.].+[.]tmp-allatt_prune-[0-9a-f]{8}', p.name): continue
+    for p in Path(folder).glob('.?*.tmp-allatt_prune-' + '[0-9a-f]' * 8):
+        if p.is_symlink(): continue
         shutil.rmtree(p, ignore_errors=True) if p.is_dir() else p.unlink(missing_ok=True)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #5d1c04aa
@@ -113,22 +113,23 @@ def shipped() -> dict[str, Path]: # folders by name
     return {p.name: p for p in sorted(folder.glob('*')) if (p/'manifest.json').is_file()}
 
 def place(path: str|Path) -> Path:
-    "The folder of this name or, if there is none, of the model of this name that comes with the package."
+    "The folder of this name or, if there is none, that of the shipped model."
     return Path(path) if os.path.lexists(path) else shipped().get(str(path), Path(path))
 
-def _manifest(path, what='checkpoint'): # SHA-256 by file
+def _manifest(path, what='checkpoint'): # file -> SHA-256
     if not (path/'manifest.json').is_file():
-        why = 'no manifest.json there' if path.exists() else f'not found; shipped are {", ".join(shipped())}'
-        raise FileNotFoundError(f'{what}={path}: {why}')
+        why = 'no manifest.json there' if path.exists() else 'not found'
+        raise FileNotFoundError(f'{what}={path}: {why} (shipped models: {", ".join(shipped())})')
     try:
         found = json.loads((path/'manifest.json').read_bytes())
         files = dict(found['files'])
-        if found['format'] == 1 and files and all(re.fullmatch(r'[\w-]+[.]\w+', f) for f in files): return files
+        plain = files and all(re.fullmatch(r'[\w-]+[.]\w+', f) for f in files)
+        if found['format'] == 1 and plain: return files
     except (ValueError, KeyError, TypeError): pass
     raise OSError(f'{what}={path}: manifest.json is damaged, or of a newer allatt_prune')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #09551e16
-def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # folder, file in it, its name in messages
+def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # `what`: in messages
     "A file as it was written. OSError if it is missing, damaged, or not in the manifest."
     path = place(path)
     files = _manifest(path, what)
@@ -138,7 +139,7 @@ def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # folder
     if hashlib.sha256(data).hexdigest() == files[file]: return data
     raise OSError(f'{what}={path}: {file} is damaged (another SHA-256 than when saved)')
 
-def verify(path: str|Path, what: str = 'checkpoint') -> list[str]: # folder, its name in messages -> its files
+def verify(path: str|Path, what: str = 'checkpoint') -> list[str]: # folder -> its files
     "OSError that names the file unless all are as they were written."
     files = [*_manifest(place(path), what)]
     for file in files: read(path, file, what)
@@ -162,16 +163,16 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else write
               phase: str, # of training
               step: int, # steps done
               config: dict, **parts): # as for `save`
-    "Save `phase-step`, then delete our older ones: all but the newest of each phase and the one before this."
+    "Save `phase-step`, and keep of our older ones the newest of each phase and the one before."
     path = Path(folder)/f'{phase}-{step:08d}'
     if saved_steps(folder): sweep(folder)
     if os.path.lexists(path): set_aside(path)
     save(path, dict(config, name=path.name), **parts)
     ours = [p for _, p in saved_steps(folder) if _ours(p)]
-    kept = {p.name.partition('-')[0]: p for p in ours} # the newest of each phase
-    before = [p for n, p in saved_steps(folder, phase) if n < step and p in ours][-1:]
+    kept = {p.name.partition('-')[0]: p for p in ours} # newest of each phase
+    last = [p for n, p in saved_steps(folder, phase) if n <= step and p in ours][-2:]
     for p in ours:
-        if p in (*kept.values(), *before): continue
+        if p in (*kept.values(), *last): continue
         os.rename(p, tmp := _beside(p)) # if killed here, it is for `sweep`
         shutil.rmtree(tmp)
 
@@ -180,25 +181,27 @@ def set_aside(path: str|Path):
     os.rename(path, f'{path}.damaged-{secrets.token_hex(4)}')
 
 def saved_steps(folder: str|Path, # of all checkpoints of a run
-                phase: str = r'\w+') -> list[tuple[int, Path]]: # by default any -> step and folder, the newest last
-    "Checkpoints that are there, damaged ones included."
+                phase: str = r'\w+') -> list[tuple[int, Path]]: # any; step and folder, newest last
+    "Checkpoints that are there, damaged ones included. OSError for a link, which may lead to another run."
+    if Path(folder).is_symlink(): raise OSError(f'checkpoint={folder}: a link; put a folder there')
     names = [p for p in Path(folder).glob('*') if not p.is_symlink()]
     found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in names)
     return sorted((int(m[1]), p) for m, p in found if m)
 
 def _ours(path): # saved under this name, with nothing else in it
-    if not path.is_dir() or not all(p.is_file() and not p.is_symlink() for p in path.iterdir()): return False
+    there = [*path.iterdir()] if path.is_dir() else []
+    if not all(p.is_file() and not p.is_symlink() for p in there): return False
     try: files, name = _manifest(path), json.loads((path/'config.json').read_bytes())['name']
     except (OSError, ValueError, KeyError, TypeError): return False
-    return name == path.name and {p.name for p in path.iterdir()} == {*files, 'manifest.json'}
+    return name == path.name and {p.name for p in there} == {*files, 'manifest.json'}
 
-def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `load`; None if there is none
+def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `load`; None: there is none
     "The newest undamaged checkpoint. A warning for each damaged one; OSError if all are."
     found = [p for _, p in reversed(saved_steps(folder, phase))]
     for p in found:
         try: return load(p)
         except OSError as e: warnings.warn(f'{e}; going back to the one before', stacklevel=2)
-    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete {folder} to begin again')
+    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to restart')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #cc4c5426
 def fit(module: torch.nn.Module, tensors: dict|None, # its state

@@ -49,11 +49,8 @@ def _recipe(args, run_dir): # to begin with; also the model to begin with, if an
     shape = {f: x for f, x in asdict(model.cfg).items() if f in SETTINGS}
     return replace(recipe, **shape, corpus=_corpus(path, parts)), path
 
-def _typed(args): # settings of a recipe
-    return {f: x for f, x in vars(args).items() if f in SETTINGS}
-
 def _changed(recipe, args): # by the settings that were typed
-    new, heads = _typed(args), args.heads
+    new, heads = args.settings, args.heads
     if 'lam' in new and heads is None and not new.keys() & {'method', 'sparsity'}:
         new = dict(method='gates', sparsity=0., repair='nothing', per_layer=False) | new
     dropout = new.get('dropout') or new.get('attn_dropout')
@@ -65,17 +62,17 @@ def _changed(recipe, args): # by the settings that were typed
 def _train(args): # run, train and prune
     import torch
     default = 'runs/pruned' if args.command == 'prune' else f"runs/{args.recipe or 'tiny'}"
-    run_dir = Path(args.run_dir or default)
+    run_dir, run = Path(args.run_dir or default), engine.run
     recipe, baseline = _recipe(args, run_dir)
-    models = [name for name in engine.run.MODELS if name != 'control' or vars(args).get('control', True)]
+    models = [name for name in run.MODELS if name != 'control' or vars(args).get('control', True)]
     if args.command == 'train': models = ['baseline']
     threads = torch.get_num_threads()
     if threads > 1 and os.getloadavg()[0] + threads > os.cpu_count() + 1:
         warnings.warn(f'threads={threads}: this machine is busy, and threads that wait can be '
                       'many times slower; set OMP_NUM_THREADS=1')
-    with engine.run.parallel(args.device) as device:
-        rows = engine.run.run(_changed(recipe, args), None, run_dir, device, args.cache,
-                              resume=args.resume, models=models, baseline=baseline)
+    with run.parallel(args.device) as device:
+        rows = run.run(_changed(recipe, args), None, run_dir, device, args.cache, resume=args.resume,
+                       models=models, baseline=baseline)
         if engine.resume.Processes().rank: return
     left = f"report: {run_dir/'report.md'}" if len(rows) > 1 else f"model: {run_dir/'baseline'}"
     print(engine.report.table(rows), engine.report.LEGEND, visible(left), sep='\n\n')
@@ -132,15 +129,13 @@ def _sample(args):
     print()
 
 def _time(args):
-    from allatt_prune import LM, load_corpus, timing
-    r = get_recipe(args.recipe or 'tiny', **dict(corpus='pydocs') | _typed(args))
-    plain = partial(LM, softmax=engine.softmax.AdaptiveSoftmax)
-    makers = dict(plain=plain, fused=engine.checkpoint.build)
+    from allatt_prune import load_corpus, timing
+    r = get_recipe(args.recipe or 'tiny', **dict(corpus='pydocs') | args.settings)
     text, device = load_corpus(r.corpus, args.cache), engine.run.pick_device(args.device)
-    rows = [[x['job'], x['attention'], f"{x['heads']}/{r.n_layer * r.n_head}",
-             f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}", f"{x['roofline']:.0%}"]
-            for x in timing.time_recipe(r, text, args.kept, device, makers=makers)]
-    print(engine.report.markdown(['', 'attention', 'heads', 'ms', 'of the roofline'], rows, text=2))
+    found = timing.time_recipe(r, text, args.kept, device, engine.checkpoint.build)
+    rows = [[x['job'], x['heads'], f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}",
+             f"{x['roofline']:.0%}"] for x in found]
+    print(engine.report.markdown(['', 'heads', 'ms', 'of the roofline'], rows))
 
 # %% ../../nbs/engine/08_cli.ipynb #026a5ee1
 GROUPS = dict(data='corpus unit', model='n_layer d_model n_head n_persistent seg_len mem_len dropout',
@@ -269,6 +264,7 @@ def main(argv: list[str]|None = None): # arguments; None: those of the process
     "The command `allatt-prune`."
     if argv is None: _own_process()
     args = parser().parse_args(argv)
+    args.settings = {f: x for f, x in vars(args).items() if f in SETTINGS}
     try: return args.job(args)
     except KeyboardInterrupt as e:
         hint = '--resume goes on with what was begun' if 'resume' in args else 'start it again'

@@ -75,17 +75,16 @@ def _fetch(name, file, tmp): # unless it is there; it arrives in a temporary fol
 # %% ../../nbs/engine/03_corpora.ipynb #6b56b92f
 @dataclass
 class _Text:
-    "A text that has been found; then what became of it."
+    "A text that has been found, and what became of it."
     name: str
     parts: list # one or three lists of (file, member of a zip archive)
     unit: str # char, word or raw
     normal: bool # reduced to a-z before it is split?
-    left: Counter|None # files of a folder that are left out, by ending; None: not a folder of texts
-    files: int = 0 # files of the folder that were read
-    characters: int = 0 # of the text, and of these the letters and digits outside a-z, 0-9
-    lost: int = 0
+    left: Counter|None # files left out of a folder of texts, by ending; None: not such a folder
+    characters: int = 0 # of a text that is reduced to a-z
+    lost: int = 0 # letters and digits outside a-z, 0-9
     def stamp(self): # changes with the text, without reading it
-        if self.name in SOURCES: return SOURCES[self.name][1]
+        if self.name in SOURCES: return SOURCES[self.name][1:]
         if self.name == 'pydocs': return [sys.version, sysconfig.get_paths()['stdlib']]
         files = [file for part in self.parts for file, _ in part]
         return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -127,7 +126,7 @@ def _find(name, cache, unit, normal): # the text of that name or path
     return _Text(name, parts, unit, normal, left)
 
 # %% ../../nbs/engine/03_corpora.ipynb #d91b3f58
-def _normalized(pieces, text):
+def _normalized(pieces, text): # and letters counted that are lost
     last = ''
     for piece in pieces:
         text.characters += len(piece)
@@ -136,7 +135,7 @@ def _normalized(pieces, text):
         yield piece.removeprefix(' ') if last == ' ' else piece
         last = piece[-1:]
 
-def _pieces(text, files): # checked, and normalized if it shall be
+def _pieces(text, files): # of one part
     end = ' ' if text.unit == 'char' else '\n'
     for file, member in files:
         pieces = blocks(file, member)
@@ -149,7 +148,6 @@ def _pieces(text, files): # checked, and normalized if it shall be
                 continue
             whole = whole.strip() if text.normal else whole.removesuffix('\n')
             pieces = [whole and whole + end]
-        text.files += text.left is not None
         yield from pieces
 
 # %% ../../nbs/engine/03_corpora.ipynb #e1ea8f4a
@@ -194,7 +192,7 @@ def _prepare(text, folder, vocab=None): # into a new folder; vocab None: of the 
         ids = symbol_ids(symbols, vocab, text.unit, text.name)
         table = np.array(ids, np.min_scalar_type(len(vocab) - 1))
         with open(folder/'ids.bin', 'wb') as f: f.writelines(table[ids] for ids in numbers(ends[2]))
-    about = text.unit, ends, text.normal, text.files, text.left, text.lost / max(text.characters, 1)
+    about = text.unit, ends, text.normal, text.left, text.lost / max(text.characters, 1)
     (folder/'vocab.json').write_text(json.dumps(vocab))
     (folder/'corpus.json').write_text(json.dumps(about))
     seal(folder, ['ids.bin', 'vocab.json', 'corpus.json'])
@@ -211,12 +209,12 @@ def _opened(folder, name, wanted=None): # a prepared corpus, if whole and with t
     if os.environ.get('RANK', '0') == '0': _tell(corpus, *became)
     return corpus
 
-def _tell(corpus, files, left, lost): # what became of a folder, or of letters
-    said = f'corpus={corpus.name}: ' + f'{files} files, ' * bool(files) + f'read as {corpus.kind}'
+def _tell(corpus, left, lost): # what became of files and letters
+    said = f'corpus={corpus.name}: read as {corpus.kind}'
     if left: said += '; left out: ' + ', '.join(f'{n} {end or "no ending"}' for end, n in left.items())
     if lost: said += f'; {lost:.1%} of its characters, letters or digits outside a-z, 0-9, became spaces'
     if lost > .05: warnings.warn(f'{said}; unit=raw keeps them')
-    elif files or lost: logging.getLogger('allatt_prune').info(said)
+    elif left or lost: logging.getLogger('allatt_prune').info(said)
 
 # %% ../../nbs/engine/03_corpora.ipynb #206056e8
 def _make(text, stamp, folder, cache, vocab): # prepare a corpus, or wait for another process that does

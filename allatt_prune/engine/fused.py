@@ -20,10 +20,9 @@ def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... k
     p = scores.softmax(-1)
     return p, scores.amax(-1) - p.amax(-1).log()
 
-def merge(
-    o1: Tensor, lse1: Tensor, # (... d), (...): output over some keys, log-sum-exp of their scores
-    o2: Tensor, lse2: Tensor, # the same over other keys
-    scale: float = 1. # factor for the values behind o2
+def merge(o1: Tensor, lse1: Tensor, # (... d), (...): output over some keys, log-sum-exp of their scores
+          o2: Tensor, lse2: Tensor, # the same over other keys
+          scale: float = 1. # factor for the values behind o2
 ) -> tuple[Tensor, Tensor]: # output and log-sum-exp over all keys
     "The softmax over both sets of keys."
     lse = torch.logaddexp(lse1, lse2)

@@ -208,10 +208,11 @@ ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 def _report(found, mine, recipe, text, run_dir, device): # the rows
     models = [(name, found[name], mine.gates() if name == 'gated' else None) for name in ROWS if name in found]
     rows = measure(models, text, recipe.batch, recipe.eval_tokens)
-    keep = json.loads(checkpoint.read(run_dir/'pruned', 'keep.json')) if 'pruned' in found else None
+    if 'pruned' in found: keep = torch.tensor(json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))).bool()
+    else: keep = mine.gates.open_mask().cpu() if 'gated' in found else None
     log, splits = read_log(run_dir), (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
     about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'],
                  unknown=[text.unknown(ids[1:]) for ids in splits])
-    write_report(run_dir, rows, about, None if keep is None else torch.tensor(keep).bool(), log['records'])
+    write_report(run_dir, rows, about, keep, log['records'])
     return rows
