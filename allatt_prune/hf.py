@@ -13,8 +13,8 @@ from pathlib import Path
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from torch import nn
-from .hf_models import (ARCHITECTURES, Architecture, add_architecture, attentions, is_causal,
-                                    masked, pruned_class, remove_heads, shape, weight_rows)
+from .hf_models import (ARCHITECTURES, add_architecture, attentions, is_causal, masked,
+                                    pruned_class, remove_heads, shape, weight_rows)
 from .importance import evaluating
 from .model import wide
 from .remove import per_head, unwrapped

@@ -148,12 +148,7 @@ def is_causal(model) -> bool:
     config = transformers.CONFIG_MAPPING[model.config.model_type.removeprefix(PRUNED)]
     return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(config, ()))
 
-def add_architecture(
-    kind: str, # model type, as in `config.model_type`
-    row: Architecture
-):
-    "Support a model type: masks, removal, saving and loading."
-    ARCHITECTURES[kind] = row
+def _register(kind): # so that the Auto classes find models with fewer heads
     whole, parts = transformers.CONFIG_MAPPING[kind], dict(model_type=PRUNED + kind, kept_heads=None)
     config = type(f'Pruned{whole.__name__}', (whole,), parts)
     transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
@@ -162,7 +157,12 @@ def add_architecture(
         if whole in auto._model_mapping:
             auto.register(config, pruned_class(auto._model_mapping[whole]), exist_ok=True)
 
-for kind, row in ARCHITECTURES.items(): add_architecture(kind, row)
+for kind in ARCHITECTURES: _register(kind)
+
+def add_architecture(kind: str, *row): # model type, as in `config.model_type`; fields of `Architecture`
+    "Support one more model type: masks, removal, saving and loading."
+    ARCHITECTURES[kind] = Architecture(*row)
+    _register(kind)
 
 # %% ../nbs/beyond/05_hf_models.ipynb #f7c1dc2e
 @torch.no_grad()

@@ -10,8 +10,7 @@ from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attentio
 from allatt_prune.repair import REPAIRS, least_squares, mean_folded
 from allatt_prune.targets import SubsetGates, Target, TargetGates
 
-NEOX = hf.Architecture('layers', 'attention', 'query_key_value', 'attention.dense')
-hf.add_architecture('gpt_neox', NEOX) # from outside
+hf.add_architecture('gpt_neox', 'layers', 'attention', 'query_key_value', 'attention.dense') # from outside
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
              max_position_embeddings=40, pad_token_id=0)
 GROUPS = SMALL | dict(num_attention_heads=8, num_key_value_heads=4)
