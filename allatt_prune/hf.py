@@ -94,7 +94,7 @@ class HFHeads:
         f = layer.get_submodule(out)                           # without weight in a layer without heads
         return (weight_rows(f).T if hasattr(f, 'weight') else None), f.bias
     def parameters(self, i):
-        (layer, _, inputs, out), h = attentions(self.model)[i], self.shape[1]
+        (layer, _, inputs, _), h = attentions(self.model)[i], self.shape[1]
         fs = [layer.get_submodule(path) for path in inputs]
         rows = [weight_rows(f) for f in fs] + [f.bias[:, None] for f in fs if f.bias is not None]
         n = ARCHITECTURES[self.model.config.model_type].blocks
