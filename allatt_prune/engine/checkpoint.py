@@ -201,7 +201,7 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
     for p in found:
         try: return load(p)
         except OSError as e: warnings.warn(f'{e}; going back to the one before', stacklevel=2)
-    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to restart')
+    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to rerun')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #cc4c5426
 def fit(module: torch.nn.Module, tensors: dict|None, # its state
