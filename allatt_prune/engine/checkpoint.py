@@ -182,7 +182,7 @@ def set_aside(path: str|Path):
 
 def saved_steps(folder: str|Path, # of all checkpoints of a run
                 phase: str = r'\w+') -> list[tuple[int, Path]]: # any; step and folder, newest last
-    "Checkpoints that are there, damaged ones included. OSError for a link, which may lead to another run."
+    "Checkpoints, damaged ones included. OSError for a link: it may lead to another run."
     if Path(folder).is_symlink(): raise OSError(f'checkpoint={folder}: a link; put a folder there')
     names = [p for p in Path(folder).glob('*') if not p.is_symlink()]
     found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in names)
@@ -201,7 +201,7 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
     for p in found:
         try: return load(p)
         except OSError as e: warnings.warn(f'{e}; going back to the one before', stacklevel=2)
-    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to restart')
+    if found: raise OSError(f'checkpoint={found[0]}: damaged, like all of {phase}; delete them to rerun')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #cc4c5426
 def fit(module: torch.nn.Module, tensors: dict|None, # its state
