@@ -208,6 +208,8 @@ def score(
     heads = heads_of(model, data, batch)
     z = torch.ones(heads.shape) if z is None else per_head(z, 'z', heads.shape).float()
     if method == 'gate': method = lambda heads, z: gates.log_alpha
+    if not callable(method) and method not in METHODS:
+        raise ValueError(f'method={method}: unknown; give one of {", ".join(METHODS)}')
     with torch.random.fork_rng(devices=[]), evaluating(heads.model):
         torch.manual_seed(seed)
         f = method if callable(method) else METHODS[method]

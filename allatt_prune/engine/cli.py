@@ -250,8 +250,10 @@ def _own_process(): # a warning is one line, and a sign that the terminal lacks 
     for stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='replace')
     warnings.simplefilter('always', UserWarning)
     warnings.showwarning = lambda w, *_: print(f'allatt-prune: warning: {visible(w)}', file=sys.stderr)
-    logging.getLogger('allatt_prune').addHandler(logging.StreamHandler())
-    logging.getLogger('allatt_prune').setLevel(logging.INFO)
+    handler, log = logging.StreamHandler(), logging.getLogger('allatt_prune')
+    handler.format = lambda record: visible(record.getMessage())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 def _message(e): # one line
     text, rank = str(e) or type(e).__name__, os.environ.get('RANK')

@@ -125,7 +125,7 @@ def text_for(
     saved = json.loads(checkpoint.read(model, 'vocab.json'))
     own = saved['unit']
     if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}; leave it out')
-    text = load_corpus(corpus, cache, unit=own, normal=saved['normal'], vocab=saved['symbols'])
+    text = load_corpus(corpus, cache, unit=own, normal=saved.get('normal'), vocab=saved['symbols'])
     share, split = max((text.unknown(getattr(text, split)), split) for split in splits)
     if share > .01:
         warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in {split}, and '
@@ -190,8 +190,8 @@ def run(
     _check(recipe, text)
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
-        LOG.info(f'corpus={Path(text.name).name}: read as {text.kind}')
         if not resume: _create(run_dir, baseline, **{'recipe.json': asdict(recipe), 'corpus.json': is_text})
+        LOG.info(f'corpus={Path(text.name).name}: read as {text.kind}')
     world.barrier()
     if _stored(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
@@ -211,7 +211,8 @@ def _report(found, mine, recipe, text, run_dir, device): # the rows
     if 'pruned' in found: keep = torch.tensor(json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))).bool()
     else: keep = mine.gates.open_mask().cpu() if 'gated' in found else None
     log, splits = read_log(run_dir), (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
-    about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
+    name = Path(text.name).name.encode(errors='backslashreplace').decode()
+    about = dict(recipe=asdict(recipe), corpus=name, unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'],
                  unknown=[text.unknown(ids[1:]) for ids in splits])
     write_report(run_dir, rows, about, keep, log['records'])
