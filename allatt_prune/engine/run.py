@@ -211,7 +211,7 @@ def _report(found, mine, recipe, text, run_dir, device): # the rows
     if 'pruned' in found: keep = torch.tensor(json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))).bool()
     else: keep = mine.gates.open_mask().cpu() if 'gated' in found else None
     log, splits = read_log(run_dir), (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
-    name = Path(text.name).name.encode(errors='backslashreplace').decode()
+    name = ''.join(c if c.isprintable() else '?' for c in Path(text.name).name) # for a terminal, in UTF-8
     about = dict(recipe=asdict(recipe), corpus=name, unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'],
                  unknown=[text.unknown(ids[1:]) for ids in splits])
