@@ -37,7 +37,7 @@ class LMConfig:
             x = getattr(self, f.name)
             x = x.item() if hasattr(x, 'item') else list(x) if isinstance(x, tuple) else x # NumPy's, for JSON
             low, high = RANGES.get(f.name, (0, 2**63 - 1))
-            number, kind = f.type in (int, float), int|float if f.type is float else f.type
+            number, kind = f.type in (int, float), (int|float) if f.type is float else f.type
             if not isinstance(x, kind) or isinstance(x, bool) != (f.type is bool):
                 raise ValueError(f'{f.name}={x!r}: give {getattr(f.type, "__name__", f.type)}')
             if number and not low <= x <= high: raise ValueError(f'{f.name}={x}: give {low} to {high}')

@@ -51,7 +51,7 @@ class Cached(NamedTuple):
 
 # %% ../nbs/method/03_model.ipynb #b48d454b
 @patch
-def forward(self: AllAttention, x, mem, pos, z=None): # (b t c), (b s-t c) or Cached, (m c), (h) -> (b t c), Cached
+def forward(self: AllAttention, x, mem, pos, z=None): # (b t c), (b s-t c) or Cached, (m c), (h) -> (b t c), Cached or None
     y = self.norm(torch.cat([mem, x], 1) if torch.is_tensor(mem) else x)
     q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
     k, v = self.keys_values(y)

@@ -23,6 +23,8 @@ class Way:
     gates: nn.Module|None = None # gates to train
     penalty: Callable|None = None # of gates and step, for `train`; None: lambda times the L0 loss
     choose: Callable|None = None # of a model and its corpus -> heads that stay (l h), the model without the others
+    def __post_init__(self):
+        assert not self.gates or self.penalty or hasattr(self.gates, 'l0'), 'gates without l0: give a penalty, too'
 
 def kept(r: Recipe) -> int: # number of heads
     "Heads that stay at the recipe's sparsity. ValueError if none would go."
@@ -62,7 +64,7 @@ def way(
     r: Recipe # method, sparsity, per_layer, score_tokens, repair
 ) -> Way:
     "The way that a recipe names. ValueError if the recipe contradicts itself."
-    if r.method in METHODS: return by_score(r)
+    if r.method not in WAYS and r.method in METHODS: return by_score(r)
     if r.method not in WAYS: raise ValueError(f'method={r.method}: give one of {", ".join([*WAYS, *METHODS])}')
     if r.per_layer or r.repair not in ('nothing', 'scaled'):
         raise ValueError(f'method={r.method}: per_layer and repair are for scores; leave them out')
