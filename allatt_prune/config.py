@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields, replace
 from fastcore.basics import patch
 
 # %% ../nbs/method/02_config.ipynb #6b6ca308
-_INTEGERS = 'vocab n_layer d_model n_head seg_len batch steps prune_steps log_every score_tokens'.split() # 1 or more
-RANGES = dict.fromkeys(_INTEGERS, (1, 2**63 - 1)) # of numbers; all others: 0 or more
+_COUNTS = 'vocab n_layer d_model n_head seg_len batch steps prune_steps log_every score_tokens'.split()
+RANGES = dict.fromkeys(_COUNTS, (1, 2**63 - 1)) # of numbers; all others: 0 or more
 RANGES |= dict.fromkeys('lr prune_lr gate_lr clip'.split(), (1e-30, 1e6)) | dict(gate_init=(-1e6, 1e6))
-RANGES |= dict.fromkeys(['dropout', 'attn_dropout'], (0, .999)) | dict.fromkeys(['sparsity', 'teacher'], (0, 1))
-CHOICES = dict(optimizer=['lamb', 'adamw'], dtype=['float32', 'bfloat16'], unit=['', 'char', 'word', 'raw'])
+RANGES |= dict(dropout=(0, .999), attn_dropout=(0, .999), sparsity=(0, 1), teacher=(0, 1))
+CHOICES = dict(optimizer=['lamb', 'adamw'], dtype=['float32', 'bfloat16'],
+               unit=['', 'char', 'word', 'raw'])
 
 @dataclass
 class LMConfig:
@@ -35,17 +36,19 @@ class LMConfig:
     def __post_init__(self):
         for f in fields(self):
             x = getattr(self, f.name)
-            x = x.item() if hasattr(x, 'item') else list(x) if isinstance(x, tuple) else x # NumPy's, for JSON
+            x = x.item() if hasattr(x, 'item') else list(x) if isinstance(x, tuple) else x # for JSON
             low, high = RANGES.get(f.name, (0, 2**63 - 1))
             number, kind = f.type in (int, float), (int|float) if f.type is float else f.type
             if not isinstance(x, kind) or isinstance(x, bool) != (f.type is bool):
                 raise ValueError(f'{f.name}={x!r}: give {getattr(f.type, "__name__", f.type)}')
             if number and not low <= x <= high: raise ValueError(f'{f.name}={x}: give {low} to {high}')
-            if x not in CHOICES.get(f.name, [x]): raise ValueError(f'{f.name}={x}: give one of {CHOICES[f.name]}')
+            if f.name in CHOICES and x not in CHOICES[f.name]:
+                raise ValueError(f'{f.name}={x}: give one of {CHOICES[f.name]}')
             setattr(self, f.name, x)
         if self.d_model % self.n_head:
-            raise ValueError(f'n_head={self.n_head}: does not divide d_model={self.d_model}; give a divisor')
-        if self.heads and (len(self.heads) != self.n_layer or not 0 <= min(self.heads) <= max(self.heads) <= self.n_head):
+            raise ValueError(f'n_head={self.n_head}: does not divide d_model={self.d_model}')
+        l, h, heads = self.n_layer, self.n_head, self.heads
+        if heads and (len(heads) != l or not 0 <= min(heads) <= max(heads) <= h):
             raise ValueError(f'heads={self.heads}: not {self.n_layer} numbers from 0 to {self.n_head}')
 
 # %% ../nbs/method/02_config.ipynb #eb1f65c6
@@ -98,7 +101,7 @@ class Recipe(LMConfig):
     gate_lr: float = 1e-3 # constant learning rate of the gates
     gate_init: float = 2. # pi at the start, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
-    method: str = 'gates' # way to choose heads: gates or subset, which are trained, or a score of importance
+    method: str = 'gates' # way to choose heads: gates or subset (trained), or a score
     sparsity: float = 0. # share of the heads to remove; 0: as many as trained gates close at lam
     per_layer: bool = False # a score removes the same share in each layer
     score_tokens: int = 10_000 # tokens of training text that a score reads
@@ -125,38 +128,41 @@ class Recipe(LMConfig):
                        lr=self.prune_lr, lr_min=self.prune_lr_min, **none)
 
 # %% ../nbs/method/02_config.ipynb #729b5749
-SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')] # the text and pruning decide these two
-GIVEN = {f.name for f in fields(LMConfig) if not f.name.endswith('dropout')} | { # by a model that is trained already
-         *'steps warmup lr lr_min'.split()}
+SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')]
+GIVEN = {f.name for f in fields(LMConfig) if not f.name.endswith('dropout')} # by a trained model
+GIVEN |= {'steps', 'warmup', 'lr', 'lr_min'}
 
-_tiny = dict(n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0., batch=16,
-             optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3, lam=.1,
-             lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=100, valid_every=250, corpus='pydocs')
-_books = _tiny | dict(n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000,
-                      warmup=1_200, prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600,
-                      gate_steps=2_400, gate_lr=.02, log_every=100, save_every=1000, valid_every=2000,
-                      eval_tokens=50_000, corpus='books8-small')
+_tiny = dict(
+    n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0., batch=16,
+    optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3,
+    lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=100, valid_every=250,
+    corpus='pydocs')
+_books = _tiny | dict(
+    n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000, warmup=1_200,
+    prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600, gate_steps=2_400,
+    gate_lr=.02, log_every=100, save_every=1000, valid_every=2000, eval_tokens=50_000, corpus='books8-small')
 _words = dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word')
-_best = dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4, score_tokens=20_000,
-             repair='scaled')
-_wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1.1, §4.1.2; its cutoffs are Transformer-XL's
+_best = dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4,
+             score_tokens=20_000, repair='scaled')
+_wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1.1, §4.1.2; Transformer-XL's cutoffs
               cutoffs=[20_000, 40_000, 200_000], corpus='wikitext-103', unit='word')
-RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny), 'tiny-books': Recipe(**_books),
-           'tiny-books-word': Recipe(**_books | _words), 'best': Recipe(**_books | _best)}
-_PART_OF = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps', lam_warmup='gate_steps')
+RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny), 'best': Recipe(**_books | _best),
+           'tiny-books': Recipe(**_books), 'tiny-books-word': Recipe(**_books | _words)}
+_PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps', lam_warmup='gate_steps')
 
 def adjusted(
     r: Recipe,
     **changes # settings in place of its own
 ) -> Recipe:
-    "Change settings. If a phase gets shorter, so do its warm-up and, if all was to be scored, the held-out text."
-    if unknown := {*changes} - {*SETTINGS}: raise ValueError(f'{unknown.pop()}: no setting; there are {SETTINGS}')
+    "Change settings. A shorter phase gets a shorter warm-up and, unless it is given, held-out text."
+    if more := {*changes} - {*SETTINGS}: raise ValueError(f'{more.pop()}: no setting; there are {SETTINGS}')
     new = replace(r, **changes)
-    for part, whole in _PART_OF.items():
+    for part, whole in _PARTS.items():
         n, old = getattr(new, whole), getattr(r, whole)
         if part not in changes and n < old: setattr(new, part, round(getattr(r, part) * n / old))
-        if getattr(new, part) > n: raise ValueError(f'{part}={getattr(new, part)}: longer than {whole}={n}; give less')
-    if 'eval_tokens' not in changes and not r.eval_tokens and (new.steps < r.steps or new.prune_steps < r.prune_steps):
+        if getattr(new, part) > n: raise ValueError(f'{part}={getattr(new, part)}: longer than {whole}={n}')
+    shorter = new.steps < r.steps or new.prune_steps < r.prune_steps
+    if shorter and not r.eval_tokens and 'eval_tokens' not in changes:
         new.eval_tokens = max(10_000, new.batch * new.seg_len * (new.steps + new.prune_steps) // 10)
     return new
 

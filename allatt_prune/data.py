@@ -120,7 +120,7 @@ class DataError(ValueError):
     "A text that cannot be used."
 
 class Streams:
-    "Segment `i` of `b` parallel pieces of a text, and the same shifted by one: each continues segment `i-1`."
+    "Segment `i` of `b` parallel pieces of a text, and its targets. Each continues segment `i-1`."
     def __init__(self,
         ids, # 1-D integer array
         batch: int, # number of streams b
@@ -128,9 +128,10 @@ class Streams:
         name: str = 'text' # what the error message calls the text
     ):
         n = max(0, len(ids) - 1) // batch // seg_len * seg_len
-        if not n: raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of one segment of {seg_len} '
-                                  f'need {batch*seg_len + 1}; give more text, or a smaller batch or seg_len')
-        self.x, self.y = (rearrange(np.asarray(ids)[i:batch*n + i], '(b n) -> b n', b=batch) for i in (0, 1))
+        if not n: raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of {seg_len} '
+                                  f'need {batch*seg_len + 1}; give more text, or a smaller batch')
+        ids = np.asarray(ids)
+        self.x, self.y = (rearrange(ids[i:batch*n + i], '(b n) -> b n', b=batch) for i in (0, 1))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len
     def __getitem__(self, i) -> tuple: # ids and targets, both (b t), int64

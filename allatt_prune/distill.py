@@ -26,7 +26,7 @@ def last_hidden(
 class Distill:
     "A `text_loss` with a teacher. Hinton, Vinyals and Dean, 2015."
     def __init__(self,
-        teacher: LM, # of the student's vocabulary, width, layers and memory; heads and persistent vectors may differ
+        teacher: LM, # of the student's vocabulary, width, layers and memory; heads may differ
         weight: float = .5, # alpha: 0 is the text alone, 1 the teacher alone
         temperature: float = 1. # T
     ):
@@ -40,7 +40,7 @@ class Distill:
     ) -> tuple: # what is minimised, nats; memory of student and teacher; mean nats per token of the text
         "The loss of a segment."
         l, t = model.cfg.n_layer, self.teacher.eval()
-        assert model.cfg.mem_len == t.cfg.mem_len, f'teacher={t.cfg}: give the model that the student was made from'
+        assert model.cfg.mem_len == t.cfg.mem_len, 'teacher: another memory length than the student'
         with last_hidden(model) as mine:
             nll, new = model(x, y, None if mems is None else mems[:l], z)
         with torch.no_grad(), last_hidden(t) as theirs:

@@ -17,7 +17,7 @@ BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature, from the authors' code; stretch
 def bin_concrete(
     log_alpha: Tensor # pi, any shape
 ) -> Tensor: # s' in [0, 1], a new sample; differentiable in log_alpha
-    "Sample stretched and clipped BinConcrete variables: the hard concrete distribution of arXiv 1712.01312."
+    "Sample stretched, clipped BinConcrete variables: the hard concrete of arXiv 1712.01312."
     u = torch.rand_like(log_alpha).clamp(torch.finfo(log_alpha.dtype).tiny, 1 - 2**-24)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / BETA)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)

@@ -28,7 +28,7 @@ class AllAttention(nn.Module):
         self.u, self.w = nn.Parameter(torch.zeros(h, d)), nn.Parameter(torch.zeros(h, d))
         self.pk = nn.Parameter(torch.randn(h, n, d) / d**.5)
         self.pv = nn.Parameter(torch.randn(h, n, d) / max(1, n)**.5)
-        for linear in (self.wq, self.wk, self.wv, self.wr, self.wo): nn.init.normal_(linear.weight, std=c**-.5)
+        for f in (self.wq, self.wk, self.wv, self.wr, self.wo): nn.init.normal_(f.weight, std=c**-.5)
         nn.init.zeros_(self.wo.bias)
 
     def keys_values(self, y): # (b s c), normalised -> (b h s d) both
@@ -51,7 +51,8 @@ class Cached(NamedTuple):
 
 # %% ../nbs/method/03_model.ipynb #b48d454b
 @patch
-def forward(self: AllAttention, x, mem, pos, z=None): # (b t c), (b s-t c) or Cached, (m c), (h) -> (b t c), Cached or None
+def forward(self: AllAttention, x, mem, pos, z=None): # (b t c), (b s-t c) or Cached, (m c), (h)
+    # -> (b t c), Cached or None
     y = self.norm(torch.cat([mem, x], 1) if torch.is_tensor(mem) else x)
     q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
     k, v = self.keys_values(y)
@@ -84,7 +85,7 @@ class Layer(nn.Module):
         return x if self.ff is None else self.ff(x), new
 
 # %% ../nbs/method/03_model.ipynb #5d6fa645
-def remember(inputs, mems, s): # (b t c) of every layer, (l b s c) or None, memory length S -> (l b s c) or None
+def remember(inputs, mems, s): # (b t c) of every layer, (l b s c) or None, memory length S -> as mems
     "The last S inputs of every layer, without gradient."
     if s == 0: return None
     new, t = torch.stack([x[:, -s:] for x in inputs]).detach(), inputs[0].shape[1]
@@ -100,7 +101,7 @@ class TiedSoftmax(nn.Module):
     def __init__(self, vocab: int, width: int, cutoffs=()): # symbols v, width c
         super().__init__()
         assert not cutoffs, 'cutoffs: give softmax=AdaptiveSoftmax of engine.softmax'
-        self.emb = nn.ParameterList([torch.randn(vocab, width) * .02])        # a list, as there may be clusters
+        self.emb = nn.ParameterList([torch.randn(vocab, width) * .02]) # a list, as there may be clusters
         self.bias = nn.Parameter(torch.zeros(vocab))
     def embed(self, ids: Tensor) -> Tensor: # (b t) -> (b t c)
         "Vectors of symbols."
@@ -129,13 +130,13 @@ class LM(nn.Module):
     def forward(self,
         ids: Tensor, # (b t), int64
         targets: Tensor|None = None, # (b t); -100 marks positions that do not count
-        mems: Tensor|None = None, # (l b s c), what the call before returned, or a cache; None: the text begins here
+        mems: Tensor|None = None, # (l b s c) from the call before, or a cache; None: the text begins
         z: Tensor|None = None # (l h), a multiplier for every head; None: all 1
-    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v) without targets; and the memory
+    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v); and the memory
         cfg, inputs, cache = self.cfg, [], []
         if z is not None and (cfg.heads or z.shape != (cfg.n_layer, cfg.n_head)):
-            raise ValueError(f'z={tuple(z.shape)}: not (l h) = {cfg.n_layer, cfg.n_head} of a model with all heads')
-        assert not torch.is_tensor(mems) or mems.shape[:2] == (cfg.n_layer, len(ids)), f'mems={tuple(mems.shape)}'
+            raise ValueError(f'z={tuple(z.shape)}: not (l h) of a model with all heads')
+        assert not torch.is_tensor(mems) or mems.shape[:2] == (cfg.n_layer, len(ids)), 'mems: not (l b s c)'
         x = F.dropout(self.words.embed(ids) * cfg.d_model**.5, cfg.dropout, self.training)
         for i, layer in enumerate(self.layers):
             inputs.append(x)
@@ -143,7 +144,7 @@ class LM(nn.Module):
             cache.append(new and new.last(cfg.window))
         x, mems = self.norm(x), cache if isinstance(mems, list) else remember(inputs, mems, cfg.mem_len)
         if targets is None: return self.words.logits(x), mems
-        return self.words.loss(rearrange(x, 'b t c -> (b t) c'), rearrange(targets, 'b t -> (b t)')), mems
+        return self.words.loss(rearrange(x, 'b t c -> (b t) c'), targets.flatten()), mems
 
 # %% ../nbs/method/03_model.ipynb #b2761fc3
 @patch

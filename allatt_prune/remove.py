@@ -26,7 +26,7 @@ def slice_heads(
     for name in ('u', 'w', 'pk', 'pv'): p[name] = p[name][keep]
     wo = rearrange(p['wo.weight'], 'c (h d) -> c h d', h=attn.h) * rearrange(z, 'h -> h 1')
     p['wo.weight'] = rearrange(wo[:, keep], 'c h d -> c (h d)')
-    p['wo.bias'] = p['wo.bias'] * z.any()                      # as in the model: it goes with the last head
+    p['wo.bias'] = p['wo.bias'] * z.any()                      # it goes with the last head
     return p
 
 # %% ../nbs/method/06_remove.ipynb #cb0cde53
@@ -50,9 +50,9 @@ def mask_and_z(
         frozen = copy.deepcopy(keep).freeze().eval()           # some gates only count their heads now
         keep, z = frozen.open_mask(), frozen() if z is None else z
     keep = per_head(keep, 'keep', shape)
-    if ((keep != 0) & (keep != 1)).any(): raise ValueError('keep: not 0 or 1; give keep_mask(scores, sparsity)')
+    if ((keep != 0) & (keep != 1)).any(): raise ValueError('keep: not 0 or 1; give a mask')
     z = (keep.float() if z is None else per_head(z, 'z', shape)).detach().to(keep.device)
-    if z[keep == 0].any(): raise ValueError('z=non-zero: a head to be removed is still open; close it or keep it')
+    if z[keep == 0].any(): raise ValueError('z=non-zero: a head to be removed is still open')
     return keep.bool(), z
 
 # %% ../nbs/method/06_remove.ipynb #e83d5c06
@@ -60,10 +60,11 @@ def unwrapped(
     model: nn.Module # or a wrapper around it
 ) -> nn.Module:
     "The model inside `torch.compile` or data parallelism. ValueError for a PEFT adapter."
-    while hasattr(model, '_orig_mod') or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while hasattr(model, '_orig_mod') or isinstance(model, parallel):
         model = getattr(model, '_orig_mod', None) or model.module
     if hasattr(model, 'merge_and_unload'):
-        raise ValueError(f'model={type(model).__name__}: an adapter; merge it first: model.merge_and_unload()')
+        raise ValueError(f'model={type(model).__name__}: an adapter; call merge_and_unload() first')
     return model
 
 # %% ../nbs/method/06_remove.ipynb #cb8f9c08

@@ -25,7 +25,8 @@ class Target(nn.Module):
         self.register_buffer('lam', torch.tensor(0.)) # lambda_1: both are saved with a training
     def wanted(self, step: int) -> Tensor: # ()
         "The share to be closed at a step."
-        return self.first + (self.sparsity - self.first) * min(1., step / self.warmup if self.warmup else 1.)
+        done = min(1., step / self.warmup) if self.warmup else 1.
+        return self.first + (self.sparsity - self.first) * done
     def forward(self, gates: HeadGates, step: int) -> Tensor: # (), nats
         closed, n = 1 - gates.log_alpha.sigmoid().mean(), gates.log_alpha.numel()
         if self.first < 0: self.first.copy_(closed.detach())

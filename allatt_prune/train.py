@@ -48,17 +48,18 @@ def train_steps(
     recipe: Recipe, # the schedule (the shape is the model's); with gates, that of recipe.pruning()
     gates: nn.Module|None = None, # see gates; frozen after recipe.gate_steps
     *, lr: Callable|None = None, # of the step, from 0 -> learning rate; None: `lr_at`
-    penalty: Callable|None = None, # of gates and step -> (), nats; until gates are frozen. None: `l0_penalty`
-    text_loss: Callable = text_loss, # as `text_loss`; a third result, if any, is the nats per token to record
+    penalty: Callable|None = None, # of gates and step -> (), nats; None: `l0_penalty`
+    text_loss: Callable = text_loss, # a third result is recorded in place of the loss
     start: int = 0, # segment of the streams to begin with
     state: TrainState|None = None, # to go on from
-    batches=None, backward: Callable = Tensor.backward # segments by number; of the loss: computes the gradients
+    batches=None, # segments by number; None: `Streams` of the corpus
+    backward: Callable = Tensor.backward # of the loss: computes the gradients
 ) -> Iterator[TrainState]: # after every step
     "The training loop. FloatingPointError if it diverges. Paper, §3.3, §4.1.2."
     r = recipe if gates is None else recipe.pruning()
     s = state or TrainState(model, gates, make_optimizers(model, gates, r))
-    batches, device = batches or Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name), model.pos.device
-    lr, penalty = lr or partial(lr_at, r=r), penalty or l0_penalty(r)
+    batches = batches or Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
+    lr, penalty, device = lr or partial(lr_at, r=r), penalty or l0_penalty(r), model.pos.device
     for step in range(s.step, r.steps):
         gating = gates is not None and step < r.gate_steps
         if gates is not None and not gating: gates.freeze()
@@ -77,8 +78,8 @@ def train_steps(
         if gating: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
         s.loss, s.grad_norm, s.lr = (nll[0] if nll else loss).item(), norms[0].item(), lr(step)
         if not math.isfinite(s.loss + sum(norms)):
-            raise FloatingPointError(f'loss={s.loss}: diverged at step {step}, gradient norm {s.grad_norm}; '
-                                     'give a smaller learning rate or lam')
+            raise FloatingPointError(f'loss={s.loss}: diverged at step {step}, gradient norm '
+                                     f'{s.grad_norm}; give a smaller learning rate or lam')
         s.optimizers[0].param_groups[0]['lr'] = s.lr
         for o in s.optimizers: o.step()
         s.step = step + 1
@@ -123,7 +124,7 @@ def set_seed(seed: int, step: int, whose: str|int):
 
 # %% ../nbs/method/05_train.ipynb #fd02a038
 def record(s: TrainState) -> dict: # for JSON
-    "The last step in numbers; with gates, open heads of each layer, open probabilities, share between .1 and .9."
+    "The last step in numbers: with gates, also open heads, their probabilities, share of undecided gates."
     rec = dict(step=s.step, loss=round(s.loss, 6), lr=s.lr, grad_norm=round(s.grad_norm, 5))
     if s.gates is not None: rec['open'] = s.gates.open_mask().sum(1).tolist()
     if not hasattr(s.gates, 'open_prob'): return rec

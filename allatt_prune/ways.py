@@ -22,9 +22,9 @@ class Way:
     "A way to choose heads: gates to train with the model, or a choice before the model is trained on."
     gates: nn.Module|None = None # gates to train
     penalty: Callable|None = None # of gates and step, for `train`; None: lambda times the L0 loss
-    choose: Callable|None = None # of a model and its corpus -> heads that stay (l h), the model without the others
+    choose: Callable|None = None # of model and corpus -> heads that stay (l h), the smaller model
     def __post_init__(self):
-        assert not self.gates or self.penalty or hasattr(self.gates, 'l0'), 'gates without l0: give a penalty, too'
+        assert not self.gates or self.penalty or hasattr(self.gates, 'l0'), 'gates without l0: give a penalty'
 
 def kept(r: Recipe) -> int: # number of heads
     "Heads that stay at the recipe's sparsity. ValueError if none would go."
@@ -33,7 +33,8 @@ def kept(r: Recipe) -> int: # number of heads
     return int(keep.sum())
 
 # %% ../nbs/beyond/04_ways.ipynb #f0379350
-def _gates(r, kind=HeadGates, *keep): return kind(r.n_layer, r.n_head, *keep, r.gate_init, scale=r.output_scale)
+def _gates(r, kind=HeadGates, *keep):
+    return kind(r.n_layer, r.n_head, *keep, r.gate_init, scale=r.output_scale)
 
 def by_gates(r: Recipe) -> Way:
     "The paper's gates; with a sparsity, a multiplier finds lambda."
@@ -49,7 +50,7 @@ def by_score(r: Recipe) -> Way:
     "Score heads, keep the best, repair the model."
     kept(r)
     n = tokens_needed(r, full=r.method in STATISTICS)
-    if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}; give more')
+    if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
     if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give one of {", ".join(REPAIRS)}')
     def choose(model, corpus):
         ids = corpus.train[:r.score_tokens]
@@ -65,7 +66,7 @@ def way(
 ) -> Way:
     "The way that a recipe names. ValueError if the recipe contradicts itself."
     if r.method not in WAYS and r.method in METHODS: return by_score(r)
-    if r.method not in WAYS: raise ValueError(f'method={r.method}: give one of {", ".join([*WAYS, *METHODS])}')
+    if r.method not in WAYS: raise ValueError(f'method={r.method}: give one of {", ".join(WAYS | METHODS)}')
     if r.per_layer or r.repair not in ('nothing', 'scaled'):
         raise ValueError(f'method={r.method}: per_layer and repair are for scores; leave them out')
     return WAYS[r.method](r)

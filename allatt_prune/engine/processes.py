@@ -29,14 +29,15 @@ class Signals:
     def _note(self, signum, frame): self.came = signum
     def __exit__(self, kind, *_):
         for s, handler in self.before.items(): signal.signal(s, handler)
-        if self.came and kind is None: raise Stopped(self.came)                # it came after the last step
+        if self.came and kind is None: raise Stopped(self.came) # it came after the last step
 
 # %% ../../nbs/engine/04_processes.ipynb #16988076
 class Processes:
     "The processes of `torch.distributed`; without it, this one alone."
     rank, size = 0, 1 # number of this process; of all
     def __init__(self):
-        if dist.is_available() and dist.is_initialized(): self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
     def barrier(self):
         "Wait for all processes."
         if self.size > 1: dist.barrier()
@@ -53,7 +54,7 @@ class Processes:
     def shard(self, streams: Streams) -> Streams:
         "The streams of this process."
         if len(streams.x) % self.size:
-            raise ValueError(f'batch={len(streams.x)}: cannot be divided by {self.size} processes; give a multiple')
+            raise ValueError(f'batch={len(streams.x)}: cannot be divided by {self.size} processes')
         streams.x, streams.y = (np.split(a, self.size)[self.rank] for a in (streams.x, streams.y))
         return streams
     def backward(self, loss: Tensor, params: list[nn.Parameter]):
@@ -73,7 +74,7 @@ def in_words(nats: float, unit: str) -> str: # char, word or raw
 
 class Progress(tqdm):
     "A progress bar; where there is no terminal, a line every half minute."
-    def __init__(self, name: str, total: int, initial: int = 0, *, show: bool = True): # of steps; those done before
+    def __init__(self, name: str, total: int, initial: int = 0, *, show: bool = True): # initial: done before
         self.lines = not sys.stderr.isatty()
         lines = dict(bar_format='{desc}: {n_fmt} of {total_fmt}{postfix}, about {remaining} left',
                      mininterval=30, maxinterval=30, file=io.StringIO()) if self.lines else {}

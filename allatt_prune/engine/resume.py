@@ -35,14 +35,16 @@ def read_log(
     found = []
     for _, path in checkpoint.saved_steps(Path(run_dir)/'checkpoints'):
         with suppress(OSError): found.append(json.loads(checkpoint.read(path, 'log.json')))
-    return max(found, key=lambda log: len(log['records'])) if found else dict(records=read_metrics(run_dir), seconds={})
+    if not found: return dict(records=read_metrics(run_dir), seconds={})
+    return max(found, key=lambda log: len(log['records']))
 
 def write_metrics(
     run_dir: str|Path,
     records: list[dict]
 ):
     "Write metrics.jsonl."
-    checkpoint.write_file(Path(run_dir)/'metrics.jsonl', ''.join(json.dumps(r) + '\n' for r in records).encode())
+    lines = ''.join(json.dumps(r) + '\n' for r in records)
+    checkpoint.write_file(Path(run_dir)/'metrics.jsonl', lines.encode())
 
 # %% ../../nbs/engine/05_resume.ipynb #94bdff16
 def pack(opt) -> tuple[dict, dict]: # tensors by name; the rest, for JSON
@@ -50,7 +52,8 @@ def pack(opt) -> tuple[dict, dict]: # tensors by name; the rest, for JSON
     state = opt.state_dict()
     flat = {f'{i}.{k}': v for i, s in state['state'].items() for k, v in s.items()}
     tensors = {k: v for k, v in flat.items() if torch.is_tensor(v)}
-    return tensors, dict(groups=state['param_groups'], state={k: v for k, v in flat.items() if k not in tensors})
+    rest = {k: v for k, v in flat.items() if k not in tensors}
+    return tensors, dict(groups=state['param_groups'], state=rest)
 
 def unpack(opt, tensors: dict, rest: dict): # as from `pack`
     "Restore the state of an optimizer."
@@ -90,18 +93,18 @@ class _Run: # what the driver knows besides the state
     seconds: dict = field(default_factory=dict) # of training, by phase
 
 NUMBERS = 'step', 'loss', 'grad_norm', 'lr' # of a state
-def _here(world): return dict(threads=torch.get_num_threads(), processes=world.size) # on which the last bits depend
+def _here(world): return dict(threads=torch.get_num_threads(), processes=world.size) # for the last bits
 
 def _save(s, run):
     parts = {name: m.state_dict() for name, m in run.modules.items()}
     if s.mems is not None: parts['mems'] = dict(mems=run.world.all_gather(s.mems))
-    for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'] = pack(o)
+    for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
     for name, tensors in parts.items():
         if not all(x.isfinite().all() for x in tensors.values() if torch.is_tensor(x)):
-            raise FloatingPointError(f'{name}: not finite in {run.phase} before step {s.step}, it diverged; '
+            raise FloatingPointError(f'{name}: not finite in {run.phase} before step {s.step}; '
                                      'give a smaller learning rate or lam')
-    config = dict(phase=run.phase, best=run.best, start=run.start, recipe=asdict(run.recipe), text=run.text,
-                  **{k: getattr(s, k) for k in NUMBERS}, **_here(run.world))
+    config = dict(phase=run.phase, best=run.best, start=run.start, recipe=asdict(run.recipe),
+                  text=run.text, **{k: getattr(s, k) for k in NUMBERS}, **_here(run.world))
     if run.world.rank == 0:
         log = dict(records=run.records, seconds=run.seconds)
         checkpoint.save_step(run.run_dir/'checkpoints', run.phase, s.step, config, **parts, log=log)
@@ -115,9 +118,9 @@ def _restore(s, run): # was there a checkpoint of this phase?
     config, parts = found
     same_recipe(Recipe(**config['recipe']), run.recipe, path)
     if config['text'] != run.text or config['start'] != run.start:
-        raise DataError(f'corpus={run.corpus.name}: not the text, or not the start, that {path} was trained on; give that')
+        raise DataError(f'corpus={run.corpus.name}: not the text, or not the start, of {path}; give that')
     for name, m in run.modules.items(): checkpoint.fit(m, parts.get(name), path)
-    for i, o in enumerate(s.optimizers): unpack(o, parts[f'optimizer{i}'], parts[f'optimizer{i}_settings'])
+    for i, o in enumerate(s.optimizers): unpack(o, parts[f'optimizer{i}'], parts[f'settings{i}'])
     if 'mems' in parts:
         s.mems = parts['mems']['mems'].chunk(run.world.size, 1)[run.world.rank].to(s.model.pos.device)
     for k in NUMBERS: setattr(s, k, config[k])
@@ -127,8 +130,8 @@ def _restore(s, run): # was there a checkpoint of this phase?
         if step > s.step: checkpoint.set_aside(damaged)
     for k, now in _here(run.world).items():
         if config[k] != now:
-            warnings.warn(f'{k}={now}: {path} was made with {config[k]}, so sums are rounded in another order, and '
-                          'dropout is drawn per process; give the same to have the same bits', stacklevel=4)
+            warnings.warn(f'{k}={now}: {path} was made with {config[k]}, so sums are rounded in another '
+                          'order, and dropout differs; give the same to have the same bits', stacklevel=4)
     return True
 
 def _begin(s, run, resume): # the state and the records to go on from
@@ -139,15 +142,15 @@ def _begin(s, run, resume): # the state and the records to go on from
     if resume: run.records = [r for r in run.records if r['phase'] != run.phase]
     elif run.world.rank == 0 and (any(r['phase'] == run.phase for r in run.records)
                                   or checkpoint.saved_steps(run.run_dir/'checkpoints', run.phase)):
-        raise FileExistsError(f'run_dir={run.run_dir}: holds a run called {run.phase}; give resume=True, '
-                              'or another folder')
+        raise FileExistsError(f'run_dir={run.run_dir}: holds a run called {run.phase}; give resume=True')
 
 # %% ../../nbs/engine/05_resume.ipynb #e68da41e
 def _look(s, run, check): # record, and validation, if they are due
     r, more = run.recipe if s.gates is None else run.recipe.pruning(), {}
     if r.valid_every and s.step % r.valid_every == 0 and len(run.corpus.valid) > 1:
         with torch.no_grad(): z = None if s.gates is None else s.gates.eval()()
-        score = float(evaluate(s.model, run.corpus.valid[:r.eval_tokens or None], z, r.batch, after=check))
+        ids = run.corpus.valid[:r.eval_tokens or None]
+        score = float(evaluate(s.model, ids, z, r.batch, after=check))
         if not math.isfinite(score):
             raise FloatingPointError(f'valid={score}: {run.phase} diverged before step {s.step}; '
                                      'give a smaller learning rate or lam')
@@ -170,12 +173,13 @@ def train(
     penalty: Callable|None = None, # as for `train_steps`; a module is saved and restored with the run
     text_loss: Callable = text_loss, lr: Callable|None = None # as for `train_steps`
 ) -> list[dict]: # records of this phase, as from `read_metrics`
-    "`train.train`, which can be killed and resumed. `Stopped` after a signal, FloatingPointError if it diverges."
+    "`train.train`, which can be killed and resumed. `Stopped` after a signal."
     assert run_dir or not resume, 'resume: give run_dir'
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
     world, s = Processes(), TrainState(model, gates, make_optimizers(model, gates, r))
     modules = dict(model=model, gates=gates, penalty=penalty if isinstance(penalty, nn.Module) else None)
-    run = _Run(run_dir and Path(run_dir), phase, recipe, corpus, start, {k: m for k, m in modules.items() if m is not None}, world)
+    modules = {k: m for k, m in modules.items() if m is not None}
+    run = _Run(run_dir and Path(run_dir), phase, recipe, corpus, start, modules, world)
     params = [p for m in (model, gates) if m is not None for p in m.parameters()]
     def own_dropout(*args):
         set_seed(r.seed, s.step, world.rank)
@@ -192,8 +196,9 @@ def train(
         known = [rec['step'] for rec in run.records if rec['phase'] == phase]
         if s.step and s.step not in known: _look(s, run, check) # a signal had interrupted the validation
         streams = world.shard(Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name))
-        for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, text_loss=own_dropout, start=start,
-                             state=s, batches=streams, backward=lambda loss: world.backward(loss, params)):
+        for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, text_loss=own_dropout,
+                             start=start, state=s, batches=streams,
+                             backward=lambda loss: world.backward(loss, params)):
             if after: after(s)
             with suppress(Stopped): _look(s, run, check)
             bar.set_postfix_str(in_words(s.loss, corpus.unit), refresh=False)

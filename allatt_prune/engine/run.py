@@ -40,9 +40,10 @@ def _trained(name, recipe, corpus, found, run_dir, device, mine): # a model, and
         keep, model = mine.choose(model, corpus)
         more = dict(keep=keep.int().tolist())
     if gated: kwargs |= dict(gates=mine.gates, penalty=mine.penalty)
-    train(model, corpus, recipe if first or gated else recipe.pruning(), run_dir=run_dir, phase=name, resume=True,
-          start=0 if first else recipe.steps, **kwargs)
-    return model, dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()())) if gated else more
+    train(model, corpus, recipe if first or gated else recipe.pruning(), run_dir=run_dir, phase=name,
+          resume=True, start=0 if first else recipe.steps, **kwargs)
+    if gated: more = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
+    return model, more
 
 def run_pipeline(
     recipe: Recipe,
@@ -72,7 +73,8 @@ def run_pipeline(
             checkpoint.fit(mine.gates, parts.get('gates'), folder)
             if not torch.equal(mine.gates.freeze().eval()().cpu(), parts['z']['z']):
                 raise OSError(f'run_dir={run_dir}: gated was made with other gates; give the same way')
-        if not ready and world.rank == 0: found[name].save_pretrained(folder, vocab=vocab, recipe=asdict(recipe), **more)
+        if not ready and world.rank == 0:
+            found[name].save_pretrained(folder, vocab=vocab, recipe=asdict(recipe), **more)
     world.barrier()
     return found, mine
 
@@ -83,7 +85,7 @@ def pick_device(
     "A device that exists."
     if name == 'auto': return 'cuda' if torch.cuda.is_available() else 'cpu'
     try: torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as e: raise ValueError(f'device={name}: not available; give auto or cpu') from e
+    except (RuntimeError, AssertionError) as e: raise ValueError(f'device={name}: not available') from e
     return name
 
 @contextlib.contextmanager
@@ -91,13 +93,14 @@ def parallel(
     name: str, # of the device, for `pick_device`; auto gives each process a GPU of its own
     patience: float = 900 # seconds that a process waits for the others before it gives up
 ):
-    "The device of this process. Under torchrun, all processes are joined: over nccl on GPUs, gloo on CPUs."
+    "The device of this process. Under torchrun, all processes are joined."
     world = int(os.environ.get('WORLD_SIZE', 1))
     own = world > 1 and name in ('auto', 'cuda') and torch.cuda.is_available()
     device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if own else name)
     if world > 1:
         if device != 'cpu': torch.cuda.set_device(device)
-        dist.init_process_group('gloo' if device == 'cpu' else 'nccl', timeout=datetime.timedelta(seconds=patience))
+        backend, wait = 'gloo' if device == 'cpu' else 'nccl', datetime.timedelta(seconds=patience)
+        dist.init_process_group(backend, timeout=wait)
     yield device
     if world > 1: dist.destroy_process_group()
 
@@ -105,8 +108,7 @@ def parallel(
 def _stored(run_dir, name): # a JSON file of a run
     try: return json.loads(checkpoint.read(run_dir, name, 'run_dir'))
     except FileNotFoundError as e:
-        raise FileNotFoundError(f'run_dir={run_dir}: no {name} there, so no run; leave out --resume, or give '
-                                'the folder of a run') from e
+        raise FileNotFoundError(f'run_dir={run_dir}: no {name} there; give the folder of a run') from e
 
 def stored_recipe(
     run_dir: str|Path
@@ -115,21 +117,21 @@ def stored_recipe(
     return Recipe(**_stored(run_dir, 'recipe.json'))
 
 def text_for(
-    model: str|Path|None, # folder or name of a saved model; None, or not there: the symbols are those of the text
+    model: str|Path|None, # folder or name of a saved model; None, or not there: none
     corpus: str|Path, cache: str|Path|None = None, unit: str|None = None, # as for `load_corpus`
     splits: tuple = ('train', 'valid', 'test') # which will be used
 ) -> Corpus:
     "A corpus in a model's symbols. Warns if the model does not know more than 1 % of them."
-    if model is None or not checkpoint.place(model).exists() or 'vocab.json' not in checkpoint.verify(model):
-        return load_corpus(corpus, cache, unit=unit)
+    known = model is not None and checkpoint.place(model).exists() and checkpoint.verify(model)
+    if not known or 'vocab.json' not in known: return load_corpus(corpus, cache, unit=unit)
     saved = json.loads(checkpoint.read(model, 'vocab.json'))
     own = saved['unit']
-    if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}; leave it out')
+    if unit not in (None, own): raise ValueError(f'unit={unit}: the model was made with unit={own}')
     text = load_corpus(corpus, cache, unit=own, normal=saved.get('normal'), vocab=saved['symbols'])
     share, split = max((text.unknown(getattr(text, split)), split) for split in splits)
     if share > .01:
-        warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in {split}, and '
-                      f'reads them as {UNKNOWN[own]!r}; do not compare its loss with that on other texts')
+        warnings.warn(f'corpus={text.name}: the model does not know {share:.1%} of the {text.units} in '
+                      f'{split}, and reads them as {UNKNOWN[own]!r}; compare its loss with no other text')
     return text
 
 @contextlib.contextmanager
@@ -152,15 +154,15 @@ def _finished(run_dir, models): # the rows of a run that is complete, if it has 
 def _check(r, text): # what would only fail later
     n = r.batch * (r.mem_len + r.seg_len + 1)
     if text.unit != 'word' and r.config(len(text.vocab)).cutoffs:
-        raise ValueError(f'cutoffs={r.cutoffs}: characters are not sorted by frequency; give none, or unit=word')
+        raise ValueError(f'cutoffs={r.cutoffs}: only for words; give none, or unit=word')
     Processes().shard(Streams(text.train, r.batch, r.seg_len, text.name))
     if len(text.train) < n or min(len(text.valid), len(text.test)) < 2:
-        raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with a full '
-                        f'memory need {n}, and some must be held out; give more text, or a smaller batch or mem_len')
+        raise DataError(f'corpus={text.name}: {len(text.train)} symbols to train on, but {r.batch} streams with '
+                        f'a full memory need {n}; give more text, or a smaller batch or mem_len')
 
 def _create(run_dir, baseline, **files): # a run directory with its first files, whole or not at all
     with checkpoint.new_folder(run_dir, 'run_dir') as tmp:
-        for name, content in files.items(): checkpoint.write_file(tmp/name, json.dumps(content, indent=1).encode())
+        for name, x in files.items(): checkpoint.write_file(tmp/name, json.dumps(x, indent=1).encode())
         checkpoint.seal(tmp, list(files))
         if baseline: checkpoint.copy(baseline, tmp/'baseline')
 
@@ -180,21 +182,23 @@ def run(
     recipe = replace(recipe, corpus=corpus or recipe.corpus)
     chosen = 'pruned' in models and way(recipe).choose         # refuses what contradicts itself
     models = tuple(name for name in MODELS if name in models and not (chosen and name == 'gated'))
-    assert 'baseline' in models and (chosen or 'pruned' not in models or 'gated' in models), f'models={models}'
+    assert 'baseline' in models and (chosen or 'gated' in models or 'pruned' not in models), models
     if baseline and run_dir.resolve().is_relative_to(Path(baseline).resolve()):
         raise ValueError(f'run_dir={run_dir}: inside {baseline}; choose another one')
     if not resume and world.rank == 0 and run_dir.exists():
-        raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, delete it, or give --resume')
+        raise FileExistsError(f'run_dir={run_dir}: exists; choose another one, or give --resume')
     if resume: same_recipe(stored_recipe(run_dir), recipe, run_dir)
-    text = text_for(run_dir/'baseline' if resume else baseline, recipe.corpus, cache, recipe.unit or None)
+    baseline_dir = run_dir/'baseline' if resume else baseline
+    text = text_for(baseline_dir, recipe.corpus, cache, recipe.unit or None)
     _check(recipe, text)
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
-        if not resume: _create(run_dir, baseline, **{'recipe.json': asdict(recipe), 'corpus.json': is_text})
+        first = {'recipe.json': asdict(recipe), 'corpus.json': is_text}
+        if not resume: _create(run_dir, baseline, **first)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.kind}')
     world.barrier()
     if _stored(run_dir, 'corpus.json') != is_text:
-        raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one to resume')
+        raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
     with run_lock(run_dir):
         if resume and (rows := _finished(run_dir, models)): return rows
         if world.rank == 0:
@@ -206,14 +210,16 @@ def run(
 ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 
 def _report(found, mine, recipe, text, run_dir, device): # the rows
-    models = [(name, found[name], mine.gates() if name == 'gated' else None) for name in ROWS if name in found]
+    names = [name for name in ROWS if name in found]
+    models = [(name, found[name], mine.gates() if name == 'gated' else None) for name in names]
     rows = measure(models, text, recipe.batch, recipe.eval_tokens)
-    if 'pruned' in found: keep = torch.tensor(json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))).bool()
+    kept = 'pruned' in found and json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))
+    if kept: keep = torch.tensor(kept).bool()
     else: keep = mine.gates.open_mask().cpu() if 'gated' in found else None
-    log, splits = read_log(run_dir), (ids[:recipe.eval_tokens or None] for ids in (text.valid, text.test))
-    name = ''.join(c if c.isprintable() else '?' for c in Path(text.name).name) # for a terminal, in UTF-8
+    log, n = read_log(run_dir), recipe.eval_tokens or None
+    name = ''.join(c if c.isprintable() else '?' for c in Path(text.name).name) # in UTF-8
     about = dict(recipe=asdict(recipe), corpus=name, unit=text.unit, vocab=text.hash,
                  tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'],
-                 unknown=[text.unknown(ids[1:]) for ids in splits])
+                 unknown=[text.unknown(ids[:n][1:]) for ids in (text.valid, text.test)])
     write_report(run_dir, rows, about, keep, log['records'])
     return rows
