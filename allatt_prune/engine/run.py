@@ -211,7 +211,7 @@ ROWS = 'baseline', 'gated', 'pruned', 'control' # of the table
 
 def _report(found, mine, recipe, text, run_dir, device): # the rows
     names = [name for name in ROWS if name in found]
-    models = [(name, found[name], mine.gates() if name == 'gated' else None) for name in names]
+    models = [(name, found[name], mine.gates.eval()() if name == 'gated' else None) for name in names]
     rows = measure(models, text, recipe.batch, recipe.eval_tokens)
     kept = 'pruned' in found and json.loads(checkpoint.read(run_dir/'pruned', 'keep.json'))
     if kept: keep = torch.tensor(kept).bool()
