@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np, torch
 from einops import rearrange
 from torch import nn, Tensor
+from tqdm import trange
 from .config import LMConfig
 from .data import Streams
 from .engine.fused import weights
@@ -176,7 +177,8 @@ def leave_one_out(heads, z): # -> (l h), in the unit of the loss
         less[i, j] = 0
         return heads.mean_loss(less)
     whole, (l, h) = heads.mean_loss(z), z.shape
-    return torch.tensor([[without(i, j) - whole for j in range(h)] for i in range(l)])
+    losses = [without(*divmod(i, h)) for i in trange(l * h, desc='leave_one_out', disable=None)]
+    return torch.tensor(losses).view(l, h) - whole
 
 def magnitude(heads, z): # -> (l h)
     "Norm of all parameters of each head."
@@ -206,7 +208,8 @@ def score(
 ) -> Tensor: # (l h), higher is more important; closed heads: minus infinity
     "How much each head matters, without training. random, magnitude and gate do not read the data."
     heads = heads_of(model, data, batch)
-    z = torch.ones(heads.shape) if z is None else per_head(z, 'z', heads.shape).float()
+    if z is None: z = getattr(heads, 'there', torch.ones(heads.shape))
+    z = per_head(z, 'z', heads.shape).float()
     if method == 'gate': method = lambda heads, z: gates.log_alpha
     if not callable(method) and method not in METHODS:
         raise ValueError(f'method={method}: unknown; give one of {", ".join(METHODS)}')
@@ -221,14 +224,22 @@ def score(
 def keep_mask(
     scores: Tensor, # (l h)
     sparsity: float, # share of the heads to remove, 0 to 1
-    per_layer: bool = False # the same share in each layer; False: of all heads
+    per_layer: bool = False, # the same share in each layer; False: of all heads
+    *, least: int = 0, # heads that stay in each layer, whatever their scores
+    costs: Tensor|None = None # (l h) parameters of each head, whose share is removed; None: all the same
 ) -> Tensor: # (l h), True where a head stays
     "Keep the heads with the highest scores; of equal ones, the first."
     scores = torch.as_tensor(scores)
     if scores.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
     if not 0 <= sparsity <= 1: raise ValueError(f'sparsity={sparsity}: not a share; give 0 to 1')
+    if least:                                                  # these come first
+        first = keep_mask(scores, 1 - least / scores.shape[1], per_layer=True)
+        scores = scores.masked_fill(first, math.inf)
     rows = scores if per_layer else scores.reshape(1, -1)
+    order = rows.argsort(dim=1, descending=True, stable=True)
     n = rows.shape[1] - round(sparsity * rows.shape[1])        # heads that stay, of each row
+    if costs is not None:
+        paid = costs.expand(scores.shape).reshape(rows.shape).gather(1, order).cumsum(1)
+        n = int((paid < (1 - sparsity) * paid[:, -1:] - 1e-6).sum(1).max()) + 1
     if not n: raise ValueError(f'sparsity={sparsity}: all heads would go; give less')
-    best = rows.argsort(dim=1, descending=True, stable=True)[:, :n]
-    return torch.zeros_like(rows, dtype=torch.bool).scatter(1, best, True).reshape(scores.shape)
+    return torch.zeros_like(rows, dtype=torch.bool).scatter(1, order[:, :n], True).reshape(scores.shape)

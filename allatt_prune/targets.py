@@ -17,10 +17,12 @@ class Target(nn.Module):
         sparsity: float, # share of the gates to be closed
         warmup: int, # steps until the share is asked for
         rate: float, # eta, by which lambda_1 follows the error
-        rho: float = 1. # weight of the squared error
+        rho: float = 1., # weight of the squared error
+        weights: Tensor|None = None # (l h) share of each gate in the whole, with sum 1; None: all the same
     ):
         super().__init__()
         self.sparsity, self.warmup, self.rate, self.rho = sparsity, warmup, rate, rho
+        self.register_buffer('weights', weights)
         self.register_buffer('first', torch.tensor(-1.)) # share that is closed at the start
         self.register_buffer('lam', torch.tensor(0.)) # lambda_1: both are saved with a training
     def wanted(self, step: int) -> Tensor: # ()
@@ -28,7 +30,8 @@ class Target(nn.Module):
         done = min(1., step / self.warmup) if self.warmup else 1.
         return self.first + (self.sparsity - self.first) * done
     def forward(self, gates: HeadGates, step: int) -> Tensor: # (), nats
-        closed, n = 1 - gates.log_alpha.sigmoid().mean(), gates.log_alpha.numel()
+        probs, n = gates.log_alpha.sigmoid(), gates.log_alpha.numel()
+        closed = 1 - (probs.mean() if self.weights is None else (probs * self.weights).sum())
         if self.first < 0: self.first.copy_(closed.detach())
         e = self.wanted(step) - closed
         penalty = n * (self.lam.clone() * e + self.rho/2 * e**2)
