@@ -62,15 +62,15 @@ def test_a_schedule():
 
 def test_an_architecture(tmp_path):
     transformers = pytest.importorskip('transformers')
-    from allatt_prune import hf_models
-    hf_models.add_architecture('phi', 'layers', 'self_attn', 'q_proj k_proj v_proj', 'self_attn.dense')
+    from allatt_prune import hf
+    hf.add_architecture('phi', 'layers', 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.dense')
     whole = transformers.PhiForCausalLM(transformers.PhiConfig(
         vocab_size=31, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
     ids = torch.randint(31, (2, 12))
     keep = keep_mask(score(whole, [dict(input_ids=ids, labels=ids)], 'gradient'), .5)
-    small = hf_models.remove_heads(whole, keep).eval()
+    small = hf.remove_heads(whole, keep).eval()
     with torch.no_grad():
-        with hf_models.masked(whole, keep.float()): masked = whole(ids).logits
+        with hf.masked(whole, keep.float()): masked = whole(ids).logits
         assert (small(ids).logits - masked).abs().max() < 1e-5
     small.save_pretrained(tmp_path/'small')
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'small').eval()

@@ -3,14 +3,16 @@ import copy
 import pytest, torch
 transformers = pytest.importorskip('transformers')
 from torch.nn.functional import cross_entropy, pad
-from allatt_prune import hf
+from allatt_prune import hf, hf_heads, hf_models
 from allatt_prune.gates import HeadGates
 from allatt_prune.hf_models import TASKS
+from allatt_prune.hf_trainer import GateCallback
 from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attention_statistics, score
 from allatt_prune.repair import REPAIRS, least_squares, mean_folded
 from allatt_prune.targets import SubsetGates, Target, TargetGates
 
-hf.add_architecture('gpt_neox', 'layers', 'attention', 'query_key_value', 'attention.dense') # from outside
+hf.add_architecture('gpt_neox', 'layers', 'attention.query_key_value attention.dense',
+                    'mlp.dense_h_to_4h mlp.dense_4h_to_h') # from outside
 SMALL = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
              max_position_embeddings=40, pad_token_id=0)
 GROUPS = SMALL | dict(num_attention_heads=8, num_key_value_heads=4)
@@ -41,7 +43,8 @@ def made(kind, how='sdpa', dtype=torch.float32, task='SequenceClassification', *
 def hidden(model): # of tokens that are there
     with torch.no_grad(): return model.base_model(**BATCH).last_hidden_state[PAD.bool()]
 
-def projections(model): return [layer.get_submodule(out) for layer, *_, out in hf.attentions(model)]
+def projections(model, kind='heads'): # the output projections
+    return [layer.get_submodule(hf.projections(model, kind)[1]) for layer in hf.layers(model)]
 
 def mean_loss(model, batches, z=None): return hf.HFHeads(model, batches).mean_loss(z)
 
@@ -114,9 +117,8 @@ def test_wrong_numbers_are_refused():
     bert, (x, _) = for_scores('bert')
     small, odd, plain = hf.remove_heads(bert, KEEP), made('bert'), {k: v for k, v in x.items() if k != 'labels'}
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
-    for said, ask in (('heads were removed before', lambda: hf.remove_heads(small, KEEP)),
-                      ('heads were removed before', lambda: score(small, [x], 'entropy')),
-                      ('heads were removed before', lambda: hf.masked(small, KEEP.float()).__enter__()),
+    for said, ask in (('removed before', lambda: hf.remove_heads(small, ~KEEP)),
+                      ('needs all of its heads', lambda: score(small, [x], 'entropy')),
                       ('', lambda: hf.remove_heads(made('llama'), torch.ones(3, 8))),  # of 4 groups
                       ('', lambda: hf.masked(made('llama'), torch.ones(3, 8)).__enter__()),
                       ('', lambda: hf.gated(bert, HeadGates(4, 3))),
@@ -126,7 +128,7 @@ def test_wrong_numbers_are_refused():
                       ('PeftModel', lambda: hf.remove_heads(PeftModel(), KEEP)),
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
         with pytest.raises(ValueError, match=said): ask()
-    for ask in (lambda: score(bert.train(), [plain], 'taylor'), lambda: score(bert, [], 'output_difference'),
+    for ask in (lambda: score(bert.train(), [], 'output_difference'),
                 lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1)))):
         with pytest.raises(AssertionError): ask()
     assert bert.training and torch.equal(score(bert, plain, 'entropy'), score(bert, x, 'entropy'))
@@ -197,8 +199,8 @@ def test_every_method_scores_every_kind_of_model(kind):
     assert all(p.grad is None for p in model.parameters())
 
 def squares(model): # of all parameters of heads
-    return sum(p.double().square().sum().item()
-               for layer, _, inputs, out in hf.attentions(model) for path in (*inputs, out)
+    inputs, out = hf.projections(model, 'heads')
+    return sum(p.double().square().sum().item() for layer in hf.layers(model) for path in (*inputs, out)
                for name, p in layer.get_submodule(path).named_parameters() if (path, name) != (out, 'bias'))
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2', 'llama', 'gpt_neox'])
@@ -235,8 +237,10 @@ def test_repairs(kind):
         return w if f.bias is None else torch.cat([w, f.bias.detach()[None]])
     W, ones = weights(model), x.new_ones(len(x), int(biased))
     whole, kept = (torch.cat([part, ones], 1) for part in (x, x[:, stays]))
-    ridge = (1e-6 * kept.square().sum(0).mean()).sqrt() * torch.eye(kept.shape[1])
-    want = torch.linalg.lstsq(torch.cat([kept, ridge]), pad(whole @ W, (0, 0, 0, len(ridge)))).solution
+    ridge = (.1 * kept.square().sum(0).mean()).sqrt() * torch.eye(kept.shape[1])
+    own = W[torch.cat([stays, torch.ones(int(biased)).bool()])]
+    change = torch.linalg.lstsq(torch.cat([kept, ridge]), pad(whole @ W - kept @ own, (0, 0, 0, len(ridge)))).solution
+    want = own + change
     torch.testing.assert_close(weights(least_squares(model, keep, batches)), want, atol=1e-6, rtol=1e-6)
     if biased:
         found, K = weights(mean_folded(model, keep, batches)), pad(stays, (0, 1), value=True)
@@ -378,7 +382,7 @@ def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics
     rows = [dict(input_ids=row, labels=torch.tensor(i % 2)) for i, row in enumerate(ids)]
     usual = dict(max_steps=20, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
     args, at = transformers.TrainingArguments(str(folder), **usual | args), At(gates, stop)
-    callbacks = [hf.GateCallback(gates, target, 14, lr=.2), at]
+    callbacks = [GateCallback(gates, target, 14, lr=.2), at]
     with hf.gated(model, gates):
         transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=callbacks,
                              compute_metrics=compute_metrics).train(resume_from_checkpoint=resume)
@@ -418,7 +422,7 @@ def test_the_trainer(tmp_path):
         trainer.train()
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
-    with hf.gated(model, gates): again = train(model, 'whole', callbacks=[hf.GateCallback(gates, penalty, 8, lr=.5)])
+    with hf.gated(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
     assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
