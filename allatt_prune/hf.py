@@ -160,7 +160,9 @@ def train_gates(
         torch.manual_seed(seed)
         for step in trange(steps, desc='gates', disable=None):
             i = step % len(data)
-            total, n, = heads.measured(i, data[i], gates.train())
+            rows = data[i]['input_ids'].shape[:-1].numel()
+            def draws(): return torch.stack([gates.train()() for _ in range(rows)], 1) # one for each row
+            total, n = heads.measured(i, data[i], draws)
             optimizer.zero_grad()
             (total.sum() / n.sum() + penalty(gates, step)).backward(inputs=[gates.log_alpha])
             optimizer.step()
