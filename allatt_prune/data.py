@@ -136,7 +136,7 @@ class Streams:
         if n <= 0: raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of {seg_len} '
                                    f'need {batch*seg_len + 1}; give more text')
         ids = np.asarray(ids)
-        self.x, self.y = (rearrange(ids[i:batch*n + i], '(b n) -> b n', b=batch) for i in (0, 1))
+        self.x, self.y = (rearrange(ids[i:][:batch*n], '(b n) -> b n', b=batch) for i in (0, 1))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len
     def __getitem__(self, i) -> tuple: # ids and targets, both (b t), int64

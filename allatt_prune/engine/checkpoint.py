@@ -21,7 +21,9 @@ from ..model import LM, LMConfig
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
 def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}')
 
-def _delete(path): shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+def _delete(path):
+    if path.is_dir(): shutil.rmtree(path, ignore_errors=True)
+    else: path.unlink(missing_ok=True)
 
 def _sync(path): # wait until a file, or the names in a folder, are on the disk
     fd = os.open(path, os.O_RDONLY)

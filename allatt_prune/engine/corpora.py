@@ -7,7 +7,6 @@ __all__ = ['SPLITS', 'SOURCES', 'blocks', 'cache_folder', 'load_corpus']
 
 # %% ../../nbs/engine/03_corpora.ipynb #d92ded6f
 import gzip, hashlib, json, lzma, os, re, sys, warnings, zipfile, zlib
-from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
@@ -57,64 +56,52 @@ def _fetch(name, cache): # one or three lists of files in the archive, downloade
     return [[zipfile.Path(archive, member)] for member in members]
 
 # %% ../../nbs/engine/03_corpora.ipynb #6b56b92f
-@dataclass
-class _Text:
-    "A text that has been found."
-    name: str
-    parts: list # one or three lists of files; none for pydocs and the benchmarks
-    unit: str # char, word or raw
-    books: bool = False # a folder of texts?
-    normal: bool = False # reduced to a-z before it is split?
-    def stamp(self): # changes with the text, without reading it
-        files = [file for part in self.parts for file in part]
-        stamps = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-        return stamps or SOURCES.get(self.name, sys.version)
-
-def _splits(folder): # three files and their unit, if the folder is split already
+def _splits(folder): # three lists of one file, and their unit, if the folder is split already
     for pattern, unit in (('wiki.{}.tokens', 'word'), ('{}.txt', 'char')):
-        names = [[folder/(pattern.format(s) + end) for end in ('', '.gz', '.xz')] for s in SPLITS]
-        parts = [[p for p in paths if p.is_file()][:1] for paths in names]
+        names = [pattern.format(s) for s in SPLITS]
+        paths = [[folder/(name + end) for end in ('', '.gz', '.xz')] for name in names]
+        parts = [[p for p in some if p.is_file()][:1] for some in paths]
         if all(parts): return parts, unit
-        if any(parts): raise DataError(f'corpus={folder}: no {names[parts.index([])][0].name} there; add it')
+        if any(parts): raise DataError(f'corpus={folder}: no {names[parts.index([])]} there; add it')
 
 def _books(folder, raw): # all texts, in an order that is the same everywhere
     names = {p.relative_to(folder).as_posix(): p for p in folder.rglob('*')
              if p.is_file() and (raw or p.suffix.lower() in ('.txt', '.md'))}
     return [names[name] for name in shuffled(names) if not re.search('(^|/)[.]', name)]
 
-def _find(name, unit): # the text of that name or path
+def _find(name, unit): # one or three lists of files, the usual unit, and is it a folder of books?
     path = Path(name)
-    if name == 'pydocs': return _Text(name, [], 'char')
-    if name in SOURCES: return _Text(name, [], 'char' if len(SOURCES[name][2]) == 1 else 'word')
-    if path.is_file(): return _Text(name, [[path]], 'char')
-    if found := _splits(path): return _Text(name, *found)
-    if found := _books(path, unit == 'raw'): return _Text(name, [found], 'char', True)
+    if name == 'pydocs': return [], 'char', False
+    if name in SOURCES: return [], 'char' if len(SOURCES[name][2]) == 1 else 'word', False # no files yet
+    if path.is_file(): return [[path]], 'char', False
+    if found := _splits(path): return *found, False
+    if found := _books(path, unit == 'raw'): return [found], 'char', True
     known = ', '.join(['pydocs', *SOURCES])
     raise DataError(f'corpus={name}: no such file or folder of .txt or .md files, nor one of {known}')
 
 # %% ../../nbs/engine/03_corpora.ipynb #d91b3f58
-def _normalized(pieces, name):
+def _normalized(pieces):
     last = ''
     for piece in pieces:
         if len(re.findall(r'[^\W_a-z0-9]', piece.lower())) > .05 * len(piece):
-            warnings.warn(f'corpus={name}: over 5 % are letters outside a-z, now spaces; unit=raw keeps them')
+            warnings.warn('corpus: over 5 % are letters outside a-z, now spaces; unit=raw keeps them')
         piece = normalize(piece)
         yield piece.removeprefix(' ') if last == ' ' else piece
         last = piece[-1:]
-
-def _symbols(text, files): # of one part, some at a time
-    lines = text.unit == 'word' and not text.normal
-    for file in files:
-        pieces = blocks(file, None if lines else 2**22)
-        if text.normal: pieces = _normalized(pieces, text.name)
-        if lines: pieces = (line.split() + ['<eos>'] for line in pieces)
-        elif text.unit == 'word' or text.books: pieces = _ended(text.unit, ''.join(pieces))
-        yield from pieces
 
 def _ended(unit, book): # with one end, if it is not empty
     if not book.strip(): return []
     if unit == 'word': return [[*book.split(), '<eos>']]
     return [book.strip() + ' ' if unit == 'char' else book.removesuffix('\n') + '\n']
+
+def _symbols(files, unit, normal, books): # of one part, some at a time
+    lines = unit == 'word' and not normal
+    for file in files:
+        pieces = blocks(file, None if lines else 2**22)
+        if normal: pieces = _normalized(pieces)
+        if lines: pieces = (line.split() + ['<eos>'] for line in pieces)
+        elif unit == 'word' or books: pieces = _ended(unit, ''.join(pieces))
+        yield from pieces
 
 # %% ../../nbs/engine/03_corpora.ipynb #0e9e56d9
 def _opened(folder, name): # a prepared corpus, if whole
@@ -124,17 +111,11 @@ def _opened(folder, name): # a prepared corpus, if whole
         return Corpus(name, *ids, **about)
     except (OSError, ValueError): return None # ValueError: of another length than its header says
 
-def _prepare(text, folder, cache, vocab): # vocab None: of the training part
-    sweep(folder.parent)
+def _save(corpus, folder):
     if os.path.lexists(folder):
         warnings.warn(f'cache={folder}: damaged; set aside, and prepared again', stacklevel=3)
         set_aside(folder)
-    if text.name == 'pydocs': corpus = Corpus.from_text(pydocs(), text.unit, text.name, vocab)
-    else:
-        parts = text.parts or _fetch(text.name, cache)
-        parts = [_symbols(text, files) for files in parts]
-        corpus = Corpus.from_symbols(parts, text.unit, text.name, vocab)
-    about = dict(vocab=corpus.vocab, unit=text.unit, normal=text.normal)
+    about = {k: getattr(corpus, k) for k in ('vocab', 'unit', 'normal')}
     with new_folder(folder, 'cache') as tmp:
         for s in SPLITS: np.save(tmp/f'{s}.npy', getattr(corpus, s))
         write_file(tmp/'corpus.json', json.dumps(about).encode())
@@ -150,13 +131,22 @@ def load_corpus(
 ) -> Corpus: # its arrays are mapped into memory, not read
     "Text as integers: downloaded and prepared the first time, opened after that."
     if unit not in (None, *UNKNOWN): raise ValueError(f'unit={unit}: unknown; give char, word or raw')
-    cache, text = cache_folder(cache), _find(str(name_or_path), unit)
-    text.unit = unit or text.unit
-    text.normal = text.unit == 'char' or text.unit == 'word' and (text.books if normal is None else normal)
-    key = json.dumps([6, text.unit, text.normal, text.books, text.stamp(), vocab]) # 6: format
-    folder = cache/'prepared'/hashlib.sha256(key.encode()).hexdigest()
-    if found := _opened(folder, text.name): return found
+    name, cache = str(name_or_path), cache_folder(cache)
+    parts, usual, books = _find(name, unit)
+    unit = unit or usual
+    normal = unit == 'char' or unit == 'word' and (books if normal is None else normal)
+    stamps = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for part in parts for f in part]
+    key = [6, unit, normal, books, stamps or SOURCES.get(name, sys.version), vocab] # 6: format
+    folder = cache/'prepared'/hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    if found := _opened(folder, name): return found
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(cache/'lock', fallback_to_soft=False):
-        if not _opened(folder, text.name): _prepare(text, folder, cache, vocab) # nobody was faster
-    return _opened(folder, text.name)
+        if found := _opened(folder, name): return found # another process was faster
+        sweep(folder.parent)
+        if name in SOURCES: parts = _fetch(name, cache)
+        parts = [_symbols(files, unit, normal, books) for files in parts]
+        corpus = (Corpus.from_symbols(parts, unit, name, vocab) if parts else
+                  Corpus.from_text(pydocs(), unit, name, vocab))
+        corpus.normal = normal
+        _save(corpus, folder)
+    return _opened(folder, name)
