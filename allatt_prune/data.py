@@ -133,8 +133,9 @@ class Streams:
         name: str = 'text' # what the error message calls the text
     ):
         n = (len(ids) - 1) // batch // seg_len * seg_len
-        if n <= 0: raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of {seg_len} '
-                                   f'need {batch*seg_len + 1}; give more text')
+        if n <= 0:
+            raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of {seg_len} '
+                            f'need {batch*seg_len + 1}; give more text')
         ids = np.asarray(ids)
         self.x, self.y = (rearrange(ids[i:][:batch*n], '(b n) -> b n', b=batch) for i in (0, 1))
         self.seg_len = seg_len
