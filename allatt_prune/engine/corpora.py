@@ -84,7 +84,7 @@ def _normalized(pieces):
     last = ''
     for piece in pieces:
         if len(re.findall(r'[^\W_a-z0-9]', piece.lower())) > .05 * len(piece):
-            warnings.warn('corpus: over 5 % are letters outside a-z, now spaces; unit=raw keeps them')
+            warnings.warn('corpus: many letters outside a-z, which become spaces; unit=raw keeps them')
         piece = normalize(piece)
         yield piece.removeprefix(' ') if last == ' ' else piece
         last = piece[-1:]
