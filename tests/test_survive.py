@@ -130,7 +130,7 @@ def test_only_one_works_in_a_folder(world):
     with running.run_lock(Path('busy')):
         job = [sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'busy', '--resume']
         done = subprocess.run(job, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-    assert done.returncode == 1 and f'run_dir=busy: process {os.getpid()} of ' in done.stderr and 'works there; wait for it, or choose another one' in done.stderr
+    assert done.returncode == 1 and 'run_dir=busy: another process works there' in done.stderr
 
 # ---- what people do to a run directory
 
@@ -210,17 +210,6 @@ def test_planted_links_are_not_followed(world):
     train(make(), text, recipe, run_dir='fresh')
     assert not (world/'outside'/'new').exists() and not (world/'fresh'/'metrics.jsonl').is_symlink()
 
-def test_linked_checkpoints_end_a_training_before_it_begins(world, monkeypatch):
-    (world/'linked').mkdir()
-    (world/'linked'/'checkpoints').symlink_to(world/'outside2')
-    (world/'outside2').mkdir()
-    recipe, text, make = small()
-    monkeypatch.setattr(resume, 'train_steps', pytest.fail)
-    for again in (False, True):
-        with pytest.raises(OSError, match='checkpoint=linked/checkpoints: a link'):
-            train(make(), text, recipe, run_dir='linked', resume=again)
-    assert not [*(world/'outside2').iterdir()]
-
 def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
     assert same(world/'lost', world/'done')
@@ -270,23 +259,6 @@ def test_another_start_is_another_training(world):
     recipe, text, make = small()
     train(make(), text, recipe, run_dir='start')
     with pytest.raises(DataError, match='not the start, of'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
-
-@pytest.mark.parametrize('begun,resumed', ((True, False), (False, True)))
-def test_compiled_or_not_it_is_the_same_training(world, begun, resumed):
-    recipe, text, make = small(valid_every=5)
-    def go(folder, compiled, stop=None):
-        torch.manual_seed(0)
-        model, gates = make(), HeadGates(2, 4)
-        net, gate = (torch.compile(m) if compiled else m for m in (model, gates))
-        def after(t):
-            if t.step == stop: raise Crash
-        train(net, text, recipe, gate, folder, resume=True, after=after)
-        return [*model.state_dict().values(), *gates.state_dict().values()]
-    name = f'compiled-{begun}'
-    with torch.compiler.set_stance('force_eager'):                                      # their names are those of compiled modules; to compile would take a minute
-        with pytest.raises(Crash): go(name, begun, stop=9)
-        assert checkpoint.newest(f'{name}/checkpoints', 'gated')[0]['step'] == 8
-        assert all(map(torch.equal, go(name, resumed), go(f'{name}-whole', False)))
 
 def test_a_damaged_one_is_never_gone_back_to(world):
     recipe, text, make = small(save_every=4)

@@ -7,7 +7,7 @@ __all__ = ['write_file', 'new_folder', 'sweep', 'lock', 'seal', 'save', 'shipped
            'save_step', 'set_aside', 'saved_steps', 'newest', 'fit', 'build']
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #22c3c814
-import hashlib, json, os, re, secrets, shutil, socket, time, warnings
+import hashlib, json, os, re, secrets, shutil, warnings
 from importlib import resources
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,68 +21,55 @@ from ..model import LM, LMConfig
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
 def _beside(path): return path.with_name(f'.{path.name}.tmp-allatt_prune-{secrets.token_hex(4)}')
 
-def _sync(folder): # wait until its names are on the disk; Windows cannot
-    if os.name != 'posix': return
-    fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+def _delete(path):
+    if path.is_dir(): shutil.rmtree(path, ignore_errors=True)
+    else: path.unlink(missing_ok=True)
+
+def _sync(path): # wait until a file, or the names in a folder, are on the disk
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+@contextmanager
+def _whole(path): # a temporary name, renamed when what is there is complete
+    tmp = _beside(path)
+    try:
+        yield tmp
+        _sync(tmp)
+        os.replace(tmp, path)
+        _sync(path.parent)
+    finally: _delete(tmp)
 
 def write_file(path: str|Path, data: bytes): # a link of that name is replaced, not followed
     "Write a file, whole or not at all."
-    path, tmp = Path(path), _beside(Path(path))
-    try:
-        with open(tmp, 'xb') as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-        _sync(path.parent)
-    finally: tmp.unlink(missing_ok=True)
+    with _whole(Path(path)) as tmp: tmp.write_bytes(data)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #da5ee3c5
 @contextmanager
 def new_folder(path: str|Path, what: str = 'checkpoint'): # folder to create; its name in messages
     "A folder to fill, renamed to `path` when complete. FileExistsError if the name is taken."
-    path, tmp = Path(path), _beside(Path(path))
+    path = Path(path)
     if os.path.lexists(path): raise FileExistsError(f'{what}={path}: exists; choose another name')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tmp.mkdir()
-        yield tmp
-        _sync(tmp)
-        os.rename(tmp, path)
-        _sync(path.parent)
+        with _whole(path) as tmp:
+            tmp.mkdir()
+            yield tmp
     except OSError as e:
         if e.errno is None: raise
         raise OSError(f'{what}={path}: {e.strerror}') from e # a full disk does not say where
-    finally: shutil.rmtree(tmp, ignore_errors=True)
 
 def sweep(folder: str|Path): # where no other process writes
     "Delete what killed writers left behind, recognised by its name."
-    for p in Path(folder).glob('.?*.tmp-allatt_prune-' + '[0-9a-f]' * 8):
-        if p.is_symlink(): continue
-        shutil.rmtree(p, ignore_errors=True) if p.is_dir() else p.unlink(missing_ok=True)
+    for p in Path(folder).glob('.?*.tmp-allatt_prune-' + '[0-9a-f]' * 8): _delete(p)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #5d1c04aa
 @contextmanager
-def lock(file: str|Path, # in the folder to be locked
-         what: str, # its name in messages
-         wait: bool = False): # until another process has finished; False: OSError
+def lock(file: str|Path, what: str): # in the folder to be locked; its name in messages
     "One process at a time works in a folder. The lock ends with the process, however that ends."
-    file, mine = Path(file), FileLock(file, fallback_to_soft=False) # soft locks outlive a killed process
-    try: mine.acquire(timeout=5 if wait else 0)
-    except Timeout:
-        who = file.read_text(errors='replace') or 'another process'
-        busy = f'{what}={file.parent}: {who} works there'
-        if not wait: raise OSError(f'{busy}; wait for it, or choose another one') from None
-        warnings.warn(f'{busy}; waiting for it', stacklevel=3)
-        mine.acquire()
-    except OSError as e: raise OSError(f'{what}={file.parent}: cannot be locked ({e.strerror})') from e
-    try:
-        started = time.strftime('%Y-%m-%d %H:%M')
-        file.write_text(f'process {os.getpid()} of {socket.gethostname()}, since {started},')
-        yield
-    finally: mine.release()
+    try: held = FileLock(file, fallback_to_soft=False).acquire(timeout=0) # a soft one outlives a process
+    except Timeout: raise OSError(f'{what}={Path(file).parent}: another process works there') from None
+    with held: yield
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #70275536
 def seal(folder: str|Path, files: list[str]): # names of files in the folder
@@ -123,10 +110,9 @@ def _manifest(path, what='checkpoint'): # file -> SHA-256
     try:
         found = json.loads((path/'manifest.json').read_bytes())
         files = dict(found['files'])
-        plain = files and all(re.fullmatch(r'[\w-]+[.]\w+', f) for f in files)
-        if found['format'] == 1 and plain: return files
+        if found['format'] == 1 and all(re.fullmatch(r'[\w-]+[.]\w+', f) for f in files): return files
     except (ValueError, KeyError, TypeError): pass
-    raise OSError(f'{what}={path}: manifest.json is damaged, or of a newer allatt_prune')
+    raise OSError(f'{what}={path}: manifest.json is damaged')
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #09551e16
 def read(path: str|Path, file: str, what: str = 'checkpoint') -> bytes: # `what`: in messages
@@ -163,18 +149,18 @@ def save_step(folder: str|Path, # of all checkpoints of a run; nobody else write
               phase: str, # of training
               step: int, # steps done
               config: dict, **parts): # as for `save`
-    "Save `phase-step`, and keep of our older ones the newest of each phase and the one before."
+    "Save `phase-step`, and of the earlier ones of this phase keep only the one before."
     path = Path(folder)/f'{phase}-{step:08d}'
-    if saved_steps(folder): sweep(folder)
+    sweep(folder)
     if os.path.lexists(path): set_aside(path)
-    save(path, dict(config, name=path.name), **parts)
-    ours = [p for _, p in saved_steps(folder) if _ours(p)]
-    kept = {p.name.partition('-')[0]: p for p in ours} # newest of each phase
-    last = [p for n, p in saved_steps(folder, phase) if n <= step and p in ours][-2:]
-    for p in ours:
-        if p in (*kept.values(), *last): continue
-        os.rename(p, tmp := _beside(p)) # if killed here, it is for `sweep`
-        shutil.rmtree(tmp)
+    save(path, config, **parts)
+    for old in [p for n, p in saved_steps(folder, phase) if n <= step and _ours(p)][:-2]:
+        os.rename(old, tmp := _beside(old)) # if killed here, it is for `sweep`
+        _delete(tmp)
+
+def _ours(path): # its files are those that were saved
+    try: return {p.name for p in path.iterdir()} == {'manifest.json', *_manifest(path)}
+    except OSError: return False
 
 def set_aside(path: str|Path):
     "Rename a damaged folder, which may be somebody else's, so that nothing takes it for a checkpoint."
@@ -182,18 +168,9 @@ def set_aside(path: str|Path):
 
 def saved_steps(folder: str|Path, # of all checkpoints of a run
                 phase: str = r'\w+') -> list[tuple[int, Path]]: # any; step and folder, newest last
-    "Checkpoints, damaged ones included. OSError for a link: it may lead to another run."
-    if Path(folder).is_symlink(): raise OSError(f'checkpoint={folder}: a link; put a folder there')
-    names = [p for p in Path(folder).glob('*') if not p.is_symlink()]
-    found = ((re.fullmatch(rf'{phase}-(\d+)', p.name), p) for p in names)
-    return sorted((int(m[1]), p) for m, p in found if m)
-
-def _ours(path): # saved under this name, with nothing else in it
-    there = [*path.iterdir()] if path.is_dir() else []
-    if not all(p.is_file() and not p.is_symlink() for p in there): return False
-    try: files, name = _manifest(path), json.loads((path/'config.json').read_bytes())['name']
-    except (OSError, ValueError, KeyError, TypeError): return False
-    return name == path.name and {p.name for p in there} == {*files, 'manifest.json'}
+    "Checkpoints, damaged ones included, but no links."
+    found = {p: re.fullmatch(rf'{phase}-(\d+)', p.name) for p in Path(folder).glob('*-*')}
+    return sorted((int(m[1]), p) for p, m in found.items() if m and not p.is_symlink())
 
 def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `load`; None: there is none
     "The newest undamaged checkpoint. A warning for each damaged one; OSError if all are."
@@ -207,11 +184,8 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
 def fit(module: torch.nn.Module, tensors: dict|None, # its state
         path: str|Path) -> torch.nn.Module: # what messages call the checkpoint -> the module
     "Load a module's state. OSError names the tensors that do not fit."
-    def plain(name): return name.replace('_orig_mod.', '') # torch.compile puts this into names
-    state = module.state_dict()
-    names = {plain(k): k for k in state}
-    tensors = {names.get(plain(k), k): x for k, x in (tensors or {}).items()}
-    try: module.load_state_dict(tensors, assign=any(x.is_meta for x in state.values()))
+    empty = any(x.is_meta for x in module.state_dict().values())
+    try: module.load_state_dict(tensors or {}, assign=empty)
     except RuntimeError as e: raise OSError(f'checkpoint={path}: {e}') from e
     return module
 
