@@ -6,31 +6,27 @@
 __all__ = ['NUMBERS', 'read_metrics', 'read_log', 'write_metrics', 'pack', 'unpack', 'text_id', 'same_recipe', 'train']
 
 # %% ../../nbs/engine/05_resume.ipynb #3832dbfe
-import json, math, time, warnings, zlib
+import json, time, zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 import numpy as np, torch
 from torch import nn
 from ..config import Recipe
 from ..data import Corpus, DataError, Streams
 from . import checkpoint
-from .processes import Processes, Progress, Signals, Stopped, in_words
+from .processes import Processes, Progress, Signals, Stopped
 from ..model import LM
-from ..train import TrainState, evaluate, make_optimizers, record, set_seed, text_loss, train_steps
+from ..train import TrainState, evaluate, make_optimizers, record, set_seed, train_steps
 
 # %% ../../nbs/engine/05_resume.ipynb #3dbdb018
-def read_metrics(
-    run_dir: str|Path # of a run
-) -> list[dict]: # as from `train.record`, with phase; valid and best (nats per token) where measured
+def read_metrics(run_dir: str|Path) -> list[dict]: # as from `train.record`, with phase; valid if measured
     "Records of a run, in order."
     file = Path(run_dir)/'metrics.jsonl'
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-def read_log(
-    run_dir: str|Path # of a run
-) -> dict: # records of all phases; seconds of training, by phase
+def read_log(run_dir: str|Path) -> dict: # records of all phases; seconds of training, by phase
     "Log of the checkpoint with most records; without any checkpoint, the records of metrics.jsonl."
     found = []
     for _, path in checkpoint.saved_steps(Path(run_dir)/'checkpoints'):
@@ -38,29 +34,24 @@ def read_log(
     if not found: return dict(records=read_metrics(run_dir), seconds={})
     return max(found, key=lambda log: len(log['records']))
 
-def write_metrics(
-    run_dir: str|Path,
-    records: list[dict]
-):
+def write_metrics(run_dir: str|Path, records: list[dict]):
     "Write metrics.jsonl."
     lines = ''.join(json.dumps(r) + '\n' for r in records)
     checkpoint.write_file(Path(run_dir)/'metrics.jsonl', lines.encode())
 
 # %% ../../nbs/engine/05_resume.ipynb #94bdff16
-def pack(opt) -> tuple[dict, dict]: # tensors by name; the rest, for JSON
+def pack(opt) -> tuple[dict, dict]: # tensors by name; groups of parameters, for JSON
     "State of an optimizer."
     state = opt.state_dict()
-    flat = {f'{i}.{k}': v for i, s in state['state'].items() for k, v in s.items()}
-    tensors = {k: v for k, v in flat.items() if torch.is_tensor(v)}
-    rest = {k: v for k, v in flat.items() if k not in tensors}
-    return tensors, dict(groups=state['param_groups'], state=rest)
+    tensors = {f'{i}.{k}': torch.as_tensor(x) for i, s in state['state'].items() for k, x in s.items()}
+    return tensors, dict(groups=state['param_groups'])
 
 def unpack(opt, tensors: dict, rest: dict): # as from `pack`
     "Restore the state of an optimizer."
     state = {}
-    for name, value in (tensors | rest['state']).items():
-        i, _, k = name.partition('.')
-        state.setdefault(int(i), {})[k] = value
+    for name, x in tensors.items():
+        i, k = name.split('.')
+        state.setdefault(int(i), {})[k] = x
     opt.load_state_dict(dict(state=state, param_groups=rest['groups']))
 
 def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each split
@@ -68,97 +59,71 @@ def text_id(corpus: Corpus) -> list[list[int]]: # length and CRC-32 of each spli
     splits = [np.ascontiguousarray(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
     return [[len(ids), zlib.crc32(ids.view(np.uint8))] for ids in splits]
 
-def same_recipe(
-    was: Recipe, now: Recipe, # the text of the second may have moved
-    where: str|Path # folder to resume from
-):
-    "ValueError that names the first setting in which they differ."
+def same_recipe(was: Recipe, now: Recipe, where: str|Path): # folder to resume from
+    "ValueError that names the first setting in which they differ. The text may have moved."
     for f, old in asdict(was).items():
         if f != 'corpus' and old != (new := getattr(now, f)):
             raise ValueError(f'{f}={new}: {where} was made with {old!r}; give the same, or leave it out')
 
 # %% ../../nbs/engine/05_resume.ipynb #96e5d614
+NUMBERS = 'step', 'loss', 'grad_norm', 'lr' # of a state
+
 @dataclass
 class _Run: # what the driver knows besides the state
-    run_dir: Path|None
-    phase: str
-    recipe: Recipe
-    corpus: Corpus
-    start: int
+    folder: Path # of the run
+    about: dict # phase, recipe, start and text, which do not change
     modules: dict # saved with the run, by name
     world: Processes
-    text: list|None = None # identity of the corpus
-    records: list = field(default_factory=list) # so far, of all phases
-    best: float|None = None # lowest validation loss, nats per token
-    seconds: dict = field(default_factory=dict) # of training, by phase
-
-NUMBERS = 'step', 'loss', 'grad_norm', 'lr' # of a state
-def _here(world): return dict(threads=torch.get_num_threads(), processes=world.size) # for the last bits
+    log: dict # records of all phases so far, seconds of training by phase
 
 def _save(s, run):
     parts = {name: m.state_dict() for name, m in run.modules.items()}
     if s.mems is not None: parts['mems'] = dict(mems=run.world.all_gather(s.mems))
     for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
-    for name, tensors in parts.items():
-        if not all(x.isfinite().all() for x in tensors.values() if torch.is_tensor(x)):
-            raise FloatingPointError(f'{name}: not finite in {run.phase} before step {s.step}; '
-                                     'give a smaller learning rate or lam')
-    config = dict(phase=run.phase, best=run.best, start=run.start, recipe=asdict(run.recipe),
-                  text=run.text, **{k: getattr(s, k) for k in NUMBERS}, **_here(run.world))
+    phase, tensors = run.about['phase'], (x for part in parts.values() for x in part.values())
+    if not all(x.isfinite().all() for x in tensors if torch.is_tensor(x)):
+        raise FloatingPointError(f'{phase}: not finite before step {s.step}; give a smaller lr or lam')
     if run.world.rank == 0:
-        log = dict(records=run.records, seconds=run.seconds)
-        checkpoint.save_step(run.run_dir/'checkpoints', run.phase, s.step, config, **parts, log=log)
-        write_metrics(run.run_dir, run.records)
+        config = run.about | {k: getattr(s, k) for k in NUMBERS}
+        checkpoint.save_step(run.folder/'checkpoints', phase, s.step, config, **parts, log=run.log)
+        write_metrics(run.folder, run.log['records'])
     run.world.barrier()
 
 def _restore(s, run): # was there a checkpoint of this phase?
-    folder = run.run_dir/'checkpoints'
-    found, path = checkpoint.newest(folder, run.phase), folder/run.phase
-    if found is None: return False
-    config, parts = found
-    same_recipe(Recipe(**config['recipe']), run.recipe, path)
-    if config['text'] != run.text or config['start'] != run.start:
-        raise DataError(f'corpus={run.corpus.name}: not the text, or not the start, of {path}; give that')
+    folder, phase = run.folder/'checkpoints', run.about['phase']
+    if not (found := checkpoint.newest(folder, phase)): return False
+    (config, parts), path = found, folder/phase
+    same_recipe(Recipe(**config['recipe']), Recipe(**run.about['recipe']), path)
+    if any(config[k] != run.about[k] for k in ('text', 'start')):
+        raise DataError(f'corpus: not the text, or not the start, of {path}; give that')
     for name, m in run.modules.items(): checkpoint.fit(m, parts.get(name), path)
     for i, o in enumerate(s.optimizers): unpack(o, parts[f'optimizer{i}'], parts[f'settings{i}'])
     if 'mems' in parts:
         s.mems = parts['mems']['mems'].chunk(run.world.size, 1)[run.world.rank].to(s.model.pos.device)
     for k in NUMBERS: setattr(s, k, config[k])
-    run.best, run.records, run.seconds = config['best'], parts['log']['records'], parts['log']['seconds']
-    if run.world.rank: return True
-    for step, damaged in checkpoint.saved_steps(folder, run.phase):
-        if step > s.step: checkpoint.set_aside(damaged)
-    for k, now in _here(run.world).items():
-        if config[k] != now:
-            warnings.warn(f'{k}={now}: {path} was made with {config[k]}, so sums are rounded in another '
-                          'order, and dropout differs; give the same to have the same bits', stacklevel=4)
+    run.log = parts['log']
+    for step, damaged in checkpoint.saved_steps(folder, phase):
+        if step > s.step and run.world.rank == 0: checkpoint.set_aside(damaged)
     return True
 
-def _begin(s, run, resume): # the state and the records to go on from
-    run.text = text_id(run.corpus)                             # once: it reads the whole text
+def _begin(s, run, resume): # the state and the log to go on from
     if resume and _restore(s, run): return
-    found = read_log(run.run_dir)
-    run.records, run.seconds = found['records'], found['seconds']
-    if resume: run.records = [r for r in run.records if r['phase'] != run.phase]
-    elif run.world.rank == 0 and (any(r['phase'] == run.phase for r in run.records)
-                                  or checkpoint.saved_steps(run.run_dir/'checkpoints', run.phase)):
-        raise FileExistsError(f'run_dir={run.run_dir}: holds a run called {run.phase}; give resume=True')
+    found, phase = read_log(run.folder), run.about['phase']
+    others = [r for r in found['records'] if r['phase'] != phase]
+    saved = others != found['records'] or checkpoint.saved_steps(run.folder/'checkpoints', phase)
+    if saved and not resume:
+        raise FileExistsError(f'run_dir={run.folder}: holds a run called {phase}; give resume=True')
+    run.log = dict(found, records=others)
 
 # %% ../../nbs/engine/05_resume.ipynb #e68da41e
-def _look(s, run, check): # record, and validation, if they are due
-    r, more = run.recipe if s.gates is None else run.recipe.pruning(), {}
-    if r.valid_every and s.step % r.valid_every == 0 and len(run.corpus.valid) > 1:
+def _look(s, run, r, corpus): # record, and validation, if they are due
+    more = {}
+    if r.valid_every and s.step % r.valid_every == 0:
         with torch.no_grad(): z = None if s.gates is None else s.gates.eval()()
-        ids = run.corpus.valid[:r.eval_tokens or None]
-        score = float(evaluate(s.model, ids, z, r.batch, after=check))
-        if not math.isfinite(score):
-            raise FloatingPointError(f'valid={score}: {run.phase} diverged before step {s.step}; '
-                                     'give a smaller learning rate or lam')
-        run.best = min(score, math.inf if run.best is None else run.best)
-        more = dict(valid=score, best=run.best)
+        more = dict(valid=float(evaluate(s.model, corpus.valid[:r.eval_tokens or None], z, r.batch)))
     if more or s.step % r.log_every == 0 or s.step == r.steps:
         s.loss = run.world.all_reduce(s.model.pos.new_tensor(s.loss)).item() / run.world.size
-        run.records.append(dict(phase=run.phase) | record(s) | more)
+        run.log['records'].append(dict(phase=run.about['phase']) | record(s) | more)
 
 def train(
     model: LM, # trained in place
@@ -171,42 +136,35 @@ def train(
     resume: bool = False, # go on from the newest checkpoint of this phase in run_dir, if there is one
     after: Callable|None = None, # called with the `TrainState` after every step
     penalty: Callable|None = None, # as for `train_steps`; a module is saved and restored with the run
-    text_loss: Callable = text_loss, lr: Callable|None = None # as for `train_steps`
+    text_loss: Callable = LM.__call__, lr: Callable|None = None # as for `train_steps`
 ) -> list[dict]: # records of this phase, as from `read_metrics`
     "`train.train`, which can be killed and resumed. `Stopped` after a signal."
-    assert run_dir or not resume, 'resume: give run_dir'
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
     world, s = Processes(), TrainState(model, gates, make_optimizers(model, gates, r))
-    modules = dict(model=model, gates=gates, penalty=penalty if isinstance(penalty, nn.Module) else None)
-    modules = {k: m for k, m in modules.items() if m is not None}
-    run = _Run(run_dir and Path(run_dir), phase, recipe, corpus, start, modules, world)
-    params = [p for m in (model, gates) if m is not None for p in m.parameters()]
+    modules = dict(model=model, gates=gates, penalty=penalty)
+    modules = {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
+    params = [p for m in modules.values() for p in m.parameters()]
+    about = dict(phase=phase, recipe=asdict(recipe), start=start, text=text_id(corpus))
+    run = _Run(Path(run_dir or ''), about, modules, world, dict(records=[], seconds={}))
     def own_dropout(*args):
         set_seed(r.seed, s.step, world.rank)
         return text_loss(*args)
     with Signals() as signals:
-        def stopping(): # did a signal reach any of the processes?
-            signals.came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX').item())
-            return signals.came > 0
-        def check(n):
-            if stopping(): raise Stopped(signals.came)
         if run_dir: _begin(s, run, resume)
-        since, before = time.monotonic(), run.seconds.get(phase, 0)
+        since = time.monotonic() - run.log['seconds'].get(phase, 0)
         bar = Progress(phase, r.steps, s.step, show=world.rank == 0)
-        known = [rec['step'] for rec in run.records if rec['phase'] == phase]
-        if s.step and s.step not in known: _look(s, run, check) # a signal had interrupted the validation
         streams = world.shard(Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name))
         for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, text_loss=own_dropout,
                              start=start, state=s, batches=streams,
                              backward=lambda loss: world.backward(loss, params)):
             if after: after(s)
-            with suppress(Stopped): _look(s, run, check)
-            bar.set_postfix_str(in_words(s.loss, corpus.unit), refresh=False)
+            _look(s, run, r, corpus)
+            bar.set_postfix_str(f'{s.loss:.3f} nats', refresh=False)
             bar.update()
-            run.seconds[phase] = round(before + time.monotonic() - since, 1)
-            stop = stopping()
-            due = stop or s.step == r.steps or r.save_every and s.step % r.save_every == 0
+            run.log['seconds'][phase] = round(time.monotonic() - since, 1)
+            came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX')) # to any process
+            due = came or s.step == r.steps or r.save_every and s.step % r.save_every == 0
             if run_dir and due: _save(s, run)
-            if stop: raise Stopped(signals.came)
+            if came: raise Stopped(came)
         bar.close()
-    return [rec for rec in run.records if rec['phase'] == phase]
+    return [rec for rec in run.log['records'] if rec['phase'] == phase]
