@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from fastcore.basics import patch
 
 # %% ../nbs/method/02_config.ipynb #6b6ca308
-POSITIVE = ('vocab n_layer d_model n_head seg_len batch steps prune_steps log_every score_tokens '
-            'lr prune_lr gate_lr clip').split() # other numbers may be 0
+POSITIVE = 'vocab n_layer d_model n_head seg_len batch steps prune_steps log_every score_tokens'.split()
 SHARES = 'dropout attn_dropout sparsity teacher'.split() # from 0 to 1
 CHOICES = dict(optimizer=['lamb', 'adamw'], dtype=['float32', 'bfloat16'],
                unit=['', 'char', 'word', 'raw'])
@@ -53,28 +52,20 @@ class LMConfig:
 
 # %% ../nbs/method/02_config.ipynb #eb1f65c6
 @patch(as_prop=True)
-def d_head(self: LMConfig) -> int:
-    "Width d of a head."
-    return self.d_model // self.n_head
+def d_head(self: LMConfig) -> int: return self.d_model // self.n_head # width d of a head
 @patch(as_prop=True)
-def layer_heads(self: LMConfig) -> list[int]:
-    "Heads in each layer."
-    return self.heads or [self.n_head] * self.n_layer
+def layer_heads(self: LMConfig) -> list[int]: return self.heads or [self.n_head] * self.n_layer
 @patch(as_prop=True)
-def window(self: LMConfig) -> int:
-    "Keys that a query sees."
-    return self.mem_len or self.seg_len
+def window(self: LMConfig) -> int: return self.mem_len or self.seg_len # keys that a query sees
 
 # %% ../nbs/method/02_config.ipynb #35accfdf
 def clusters(
-    vocab: int, # words v
-    width: int, # of the model, c
-    cutoffs: list[int] = () # words at which a further cluster begins
+    vocab: int, width: int, cutoffs: list[int] = () # words v; width c; first words of further clusters
 ) -> list[tuple[int, int]]: # of each cluster: its words, its width
-    "Clusters of the vocabulary. ValueError unless the cutoffs increase within it. arXiv 1809.10853."
+    "Clusters of the vocabulary. arXiv 1609.04309, 1809.10853."
     edges = [0, *cutoffs, vocab]
     if edges != sorted(set(edges)):
-        raise ValueError(f'cutoffs={[*cutoffs]}: not increasing from 1 to {vocab - 1}; give such words')
+        raise ValueError(f'cutoffs={[*cutoffs]}: not increasing from 1 to {vocab - 1}')
     return [(b - a, max(1, width // 4**i)) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
 
 # %% ../nbs/method/02_config.ipynb #6a0a30ac
@@ -130,22 +121,25 @@ GIVEN = {f.name for f in fields(LMConfig) if not f.name.endswith('dropout')} # b
 GIVEN |= {'steps', 'warmup', 'lr', 'lr_min'}
 
 _tiny = dict(
-    n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0., batch=16,
-    optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80, prune_lr=2e-3,
-    lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=100, valid_every=250,
-    corpus='pydocs')
+    n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
+    batch=16, optimizer='adamw', steps=700, warmup=70, lr=3e-3, prune_steps=850, prune_warmup=80,
+    prune_lr=2e-3, lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=100,
+    valid_every=250, corpus='pydocs')
 _books = _tiny | dict(
-    n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000, warmup=1_200,
-    prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600, gate_steps=2_400,
-    gate_lr=.02, log_every=100, save_every=1000, valid_every=2000, eval_tokens=50_000, corpus='books8-small')
+    n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000,
+    warmup=1_200, prune_steps=12_000, prune_warmup=600, prune_lr=1e-3, lam=.08, lam_warmup=600,
+    gate_steps=2_400, gate_lr=.02, log_every=100, save_every=1000, valid_every=2000,
+    eval_tokens=50_000, corpus='books8-small')
 _words = dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word')
 _best = dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4,
              score_tokens=20_000, repair='scaled')
 _wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1.1, §4.1.2; Transformer-XL's cutoffs
               cutoffs=[20_000, 40_000, 200_000], corpus='wikitext-103', unit='word')
-RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny), 'best': Recipe(**_books | _best),
-           'tiny-books': Recipe(**_books), 'tiny-books-word': Recipe(**_books | _words)}
-_PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps', lam_warmup='gate_steps')
+RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny),
+           'best': Recipe(**_books | _best), 'tiny-books': Recipe(**_books),
+           'tiny-books-word': Recipe(**_books | _words)}
+_PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps',
+              lam_warmup='gate_steps')
 
 def adjusted(r: Recipe, **changes) -> Recipe: # settings in place of its own
     "Change settings. A shorter phase gets a shorter warm-up and, unless it is given, held-out text."

@@ -15,10 +15,8 @@ from .model import AllAttention, LM
 
 # %% ../nbs/method/06_remove.ipynb #894c45a7
 def slice_heads(
-    attn: AllAttention, # a sub-layer with h heads
-    keep: Tensor, # (h), bool
-    z: Tensor # (h), what each head is multiplied with
-) -> dict[str, Tensor]: # parameters of a sub-layer with only those heads
+    attn: AllAttention, keep: Tensor, z: Tensor # a sub-layer with h heads; (h) bool; (h) multipliers
+) -> dict[str, Tensor]: # of a sub-layer with only those heads
     "Parameters of the kept heads, their multipliers folded into W_o."
     p = dict(attn.state_dict())
     for name in ('wq.weight', 'wk.weight', 'wv.weight', 'wr.weight'):
@@ -33,7 +31,7 @@ def slice_heads(
 def per_head(x, name: str, shape: tuple[int, int]) -> Tensor: # name for messages, (layers, heads)
     "One number for each head. ValueError if `x` is anything else."
     x = torch.as_tensor(x)
-    if x.shape != shape: raise ValueError(f'{name}={tuple(x.shape)}: not one number per head, (l h) = {shape}')
+    if x.shape != shape: raise ValueError(f'{name}={tuple(x.shape)}: not one number per head, {shape}')
     return x
 
 def mask_and_z(

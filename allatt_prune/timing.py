@@ -122,7 +122,8 @@ def time_recipe(
     for share in (1., *kept):
         small = replace(cfg, heads=[round(share * cfg.n_head)] * cfg.n_layer)
         macs = count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
-        for job, n in ('train', 3), ('read', 1): rows.append(dict(job=job, heads=sum(small.heads), macs=n*macs))
+        about = dict(heads=sum(small.heads), macs=macs)
+        rows += [dict(about, job='train', macs=3*macs), dict(about, job='read')]
         train, read = make(small).to(device), make(small).to(device, dtype)
         jobs += [train_job(train, ids, dtype), segment_job(read, ids)]
     best, *times = in_turns(jobs, repeats=repeats)

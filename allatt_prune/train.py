@@ -40,7 +40,7 @@ def train_steps(
     gates: nn.Module|None = None, # see gates; frozen after recipe.gate_steps
     *, lr: Callable|None = None, # of the step, from 0 -> learning rate; None: `lr_at`
     penalty: Callable|None = None, # of gates and step -> (), nats; None: lambda times the L0 loss
-    text_loss: Callable = LM.__call__, # of model, x, y (b t), mems, z -> nats, mems; or also nats to record
+    text_loss: Callable = LM.__call__, # of model, x, y (b t), mems, z -> nats, mems, or third: to record
     start: int = 0, # segment of the streams to begin with
     state: TrainState|None = None, # to go on from
     batches=None, # segments by number; None: `Streams` of the corpus
@@ -106,7 +106,7 @@ def set_seed(seed: int, step: int, whose: str|int):
 
 # %% ../nbs/method/05_train.ipynb #fd02a038
 def record(s: TrainState) -> dict: # for JSON
-    "The last step in numbers: with gates, also open heads, their probabilities, share of undecided gates."
+    "The last step in numbers; of gates: open heads, share of undecided ones, probabilities."
     rec = dict(step=s.step, loss=round(s.loss, 6), lr=s.lr, grad_norm=round(s.grad_norm, 5))
     if s.gates is not None: rec['open'] = s.gates.open_mask().sum(1).tolist()
     if not hasattr(s.gates, 'open_prob'): return rec

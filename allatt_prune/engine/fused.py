@@ -21,7 +21,7 @@ def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... k
     return p, scores.amax(-1) - p.amax(-1).log()
 
 def merge(
-    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, # outputs (... d) over some keys, log-sum-exp (...)
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, # outputs (... d) and log-sum-exps (...) of two parts
     scale: float = 1. # factor for the values behind o2
 ) -> tuple[Tensor, Tensor]: # output and log-sum-exp over all keys
     "The softmax over both sets of keys."
@@ -124,14 +124,13 @@ def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
     close = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return all(bool((a - b).norm() <= close * b.norm()) for a, b in zip(got, want))
 
-def _works(*args): return works(*args)
-_works._dynamo_marked_constant = True
+works.__wrapped__._dynamo_marked_constant = True
 
 def choose(q: Tensor, dropout: float) -> str: # queries, probability -> a name in KERNELS
     "The fastest kernel that works on the device of `q`, with its type and width."
     if q.device.type == 'cuda': name = 'efficient' if q.dtype == torch.float32 else 'flash'
     else: name = 'rows' if dropout else 'cpu'
-    return name if name == 'rows' or _works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
+    return name if name == 'rows' or works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
 def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
@@ -225,6 +224,7 @@ def attend(
     *, dropout: float = 0. # as for `attention.attend`
 ) -> Tensor: # (b h t d), before W_o
     "`attention.attend`, faster and in less memory. Paper, equation 1."
+    assert pk.shape == pv.shape, f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}'
     t, s, m = q.shape[2], k.shape[2], min(r.shape[1], k.shape[2])
     if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout)
     k, v, r, u, w, pk, pv = (x.to(q.dtype) for x in (k, v, r, u, w, pk, pv)) # under autocast they differ
@@ -234,10 +234,8 @@ def attend(
     return rearrange(out, '(h b) t d -> b h t d', h=len(u))
 
 # %% ../../nbs/engine/00_fused.ipynb #0ccc9b31
-def weights(
-    q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor # as for `attend`
-) -> Iterator[tuple[slice, Tensor, Tensor]]: # queries, weights (b h t m) by distance from 0, (b h t n)
-    "The weights of `attend`, for a block of queries at a time."
+def weights(q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor) -> Iterator[tuple]:
+    "The weights of `attend` by blocks of queries: their slice, (b h t m) by distance from 0, (b h t n)."
     (h, n, _), t, m = pk.shape, q.shape[2], min(r.shape[1], k.shape[2])
     pad, k, r, rows = max(0, t + m - k.shape[2]), _window(k, t, m), r[:, :m].flip(1), _rows(q)
     qu, qw = _with_bias(rows, u, w)

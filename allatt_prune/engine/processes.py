@@ -69,7 +69,7 @@ LOG = logging.getLogger('allatt_prune')
 
 class Progress(tqdm):
     "A progress bar; where there is no terminal, a line every half minute."
-    def __init__(self, name: str, total: int, initial: int = 0, *, show: bool = True): # initial: done before
+    def __init__(self, name: str, total: int, initial: int = 0, *, show: bool = True):
         self.lines = not sys.stderr.isatty()
         lines = dict(bar_format='{desc}: {n_fmt} of {total_fmt}{postfix}, about {remaining} left',
                      mininterval=30, maxinterval=30, file=io.StringIO()) if self.lines else {}

@@ -21,7 +21,7 @@ from ..model import LM
 from ..train import TrainState, evaluate, make_optimizers, record, set_seed, train_steps
 
 # %% ../../nbs/engine/05_resume.ipynb #3dbdb018
-def read_metrics(run_dir: str|Path) -> list[dict]: # as from `train.record`, with phase; valid if measured
+def read_metrics(run_dir: str|Path) -> list[dict]: # as from `train.record`, and phase; valid if measured
     "Records of a run, in order."
     file = Path(run_dir)/'metrics.jsonl'
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
