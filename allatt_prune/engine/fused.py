@@ -124,13 +124,14 @@ def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
     close = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return all(bool((a - b).norm() <= close * b.norm()) for a, b in zip(got, want))
 
-works.__wrapped__._dynamo_marked_constant = True
+def _works(*args): return works(*args)
+_works._dynamo_marked_constant = True
 
 def choose(q: Tensor, dropout: float) -> str: # queries, probability -> a name in KERNELS
     "The fastest kernel that works on the device of `q`, with its type and width."
     if q.device.type == 'cuda': name = 'efficient' if q.dtype == torch.float32 else 'flash'
     else: name = 'rows' if dropout else 'cpu'
-    return name if name == 'rows' or works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
+    return name if name == 'rows' or _works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
 def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
