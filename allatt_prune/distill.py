@@ -36,7 +36,7 @@ class Distill:
         first = model.words.scores(h, 0) if model.cfg.cutoffs else model.words.logits(h)
         return (first / self.temperature).log_softmax(-1)
     def __call__(self,
-        model: LM, x: Tensor, y: Tensor, mems, z # as for `train.text_loss`; mems (2l b s c)
+        model: LM, x: Tensor, y: Tensor, mems, z # as for any `text_loss`; mems (2l b s c)
     ) -> tuple: # what is minimised, nats; memory of student and teacher; mean nats per token of the text
         "The loss of a segment."
         l, t = model.cfg.n_layer, self.teacher.eval()

@@ -14,32 +14,24 @@ from torch import nn, Tensor
 # %% ../nbs/method/04_gates.ipynb #4a6545d6
 BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature, from the authors' code; stretch, from arXiv 1712.01312
 
-def bin_concrete(
-    log_alpha: Tensor # pi, any shape
-) -> Tensor: # s' in [0, 1], a new sample; differentiable in log_alpha
+def bin_concrete(log_alpha: Tensor) -> Tensor: # pi -> s' in [0, 1], of the same shape, differentiable
     "Sample stretched, clipped BinConcrete variables: the hard concrete of arXiv 1712.01312."
     u = torch.rand_like(log_alpha).clamp(torch.finfo(log_alpha.dtype).tiny, 1 - 2**-24)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / BETA)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 # %% ../nbs/method/04_gates.ipynb #72d45299
-def straight_through(
-    s: Tensor # s' in [0, 1]
-) -> Tensor: # exactly 0. or 1.; its gradient is that of s
+def straight_through(s: Tensor) -> Tensor: # s' in [0, 1] -> exactly 0. or 1., with the gradient of s'
     "Round at 1/2 in the forward pass, and not at all in the backward pass."
     return s + ((s >= .5).to(s.dtype) - s).detach()
 
 # %% ../nbs/method/04_gates.ipynb #d428d992
-def l0_prob(
-    log_alpha: Tensor # pi, any shape
-) -> Tensor: # P(s' > 0), same shape
+def l0_prob(log_alpha: Tensor) -> Tensor: # pi -> P(s' > 0), of the same shape
     "Probability that a BinConcrete variable is not zero: a term of the L0 loss of arXiv 1712.01312."
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 # %% ../nbs/method/04_gates.ipynb #bf49168e
-def output_scale(
-    g: Tensor # (l h) gates, 0 or 1
-) -> Tensor: # (l 1), H over the number of open heads, at most H
+def output_scale(g: Tensor) -> Tensor: # (l h), 0 or 1 -> (l 1), H over the open heads, at most H
     "The factor s_g that keeps a layer's output at its size. Paper, equation 3."
     return g.shape[-1] / g.sum(-1, keepdim=True).clamp(min=1)
 
@@ -77,15 +69,9 @@ class HeadGates(nn.Module):
     def open_prob(self) -> Tensor:
         "P(g=1) of every gate, (l h); no gradient."
         return self.log_alpha.detach().sigmoid()
-    def expected_open(self) -> Tensor:
-        "Expected number of open heads; no gradient."
-        return self.open_prob().sum()
 
 # %% ../nbs/method/04_gates.ipynb #f0f13ee1
-def topk_mask(
-    x: Tensor, # (l h)
-    k: int
-) -> Tensor: # (l h), 1 for the k largest, else 0; of equal ones, the first
+def topk_mask(x: Tensor, k: int) -> Tensor: # (l h) -> (l h), 1 or 0; of equal ones, the first
     "Mark the k largest of all."
     order = x.flatten().argsort(descending=True, stable=True)
     return torch.zeros_like(x).flatten().scatter(0, order[:k], 1.).view_as(x)
@@ -101,8 +87,7 @@ def lambda_at(
 
 # %% ../nbs/method/04_gates.ipynb #342c784c
 def plot_gates(
-    probs, # (steps l h), open probability at each logged step
-    steps, # (steps), number of each logged step
+    probs, steps, # (steps l h), open probability at each logged step; its number
     freeze: int|None = None # step at which the gates were frozen
 ):
     "Open probability of every gate over the steps, one panel per layer."
@@ -111,28 +96,24 @@ def plot_gates(
     _, n, h = probs.shape
     fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
     for l, ax in enumerate(axes[0]):
-        for i in range(h): ax.plot(steps, probs[:, l, i], lw=1, label=i+1)
+        ax.plot(steps, probs[:, l], lw=1, label=range(1, h + 1))
         ax.set(title=f'layer {l+1}', xlabel='step', ylim=(-.03, 1.03))
-        if freeze is not None:
-            ax.axvline(freeze, c='k', ls=':', lw=1)
-            ax.text(freeze, .5, ' frozen', fontsize=7)
+        if freeze is not None: ax.axvline(freeze, c='k', ls=':', lw=1)
     axes[0, 0].set_ylabel('P(open)')
-    ax.legend(title='head', loc='center left', bbox_to_anchor=(1.02, .5), frameon=False,
-              fontsize=7, title_fontsize=7)
+    ax.legend(title='head', loc='center left', bbox_to_anchor=(1, .5), frameon=False, fontsize=7)
     fig.tight_layout()
     return fig
 
 # %% ../nbs/method/04_gates.ipynb #b78a65d4
-def plot_heads(
-    keep # (l h), True where a head stays
-):
+def plot_heads(keep): # (l h), True where a head stays
     "Map of the heads that stay, a row per layer with their number, the first layer at the bottom."
     import matplotlib.pyplot as plt
     keep = np.asarray(keep)
-    fig, ax = plt.subplots(figsize=(.3*keep.shape[1] + 1.6, .3*keep.shape[0] + .9))
+    n, h = keep.shape
+    fig, ax = plt.subplots(figsize=(.3*h + 1.6, .3*n + .9))
     ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
-    ax.set_xticks(np.arange(keep.shape[1]) + .5, range(1, keep.shape[1] + 1))
-    ax.set_yticks(np.arange(keep.shape[0]) + .5, [f'{i+1}  ({n})' for i, n in enumerate(keep.sum(1))])
+    ax.set_xticks(np.arange(h) + .5, range(1, h + 1))
+    ax.set_yticks(np.arange(n) + .5, [f'{l}  ({k})' for l, k in enumerate(keep.sum(1), 1)])
     ax.set(xlabel='head', ylabel='layer (heads kept)')
     fig.tight_layout()
     return fig

@@ -15,10 +15,8 @@ from .model import AllAttention, LM
 
 # %% ../nbs/method/06_remove.ipynb #894c45a7
 def slice_heads(
-    attn: AllAttention, # a sub-layer with h heads
-    keep: Tensor, # (h), bool
-    z: Tensor # (h), what each head is multiplied with
-) -> dict[str, Tensor]: # parameters of a sub-layer with only those heads
+    attn: AllAttention, keep: Tensor, z: Tensor # a sub-layer with h heads; (h) bool; (h) multipliers
+) -> dict[str, Tensor]: # of a sub-layer with only those heads
     "Parameters of the kept heads, their multipliers folded into W_o."
     p = dict(attn.state_dict())
     for name in ('wq.weight', 'wk.weight', 'wv.weight', 'wr.weight'):
@@ -30,20 +28,14 @@ def slice_heads(
     return p
 
 # %% ../nbs/method/06_remove.ipynb #cb0cde53
-def per_head(
-    x, # a tensor or lists
-    name: str, # for the error message
-    shape: tuple[int, int] # (layers, heads)
-) -> Tensor: # (l h)
-    "One finite number for each head. ValueError if `x` is anything else."
+def per_head(x, name: str, shape: tuple[int, int]) -> Tensor: # name for messages, (layers, heads)
+    "One number for each head. ValueError if `x` is anything else."
     x = torch.as_tensor(x)
-    if x.shape != shape: raise ValueError(f'{name}={tuple(x.shape)}: give one number per head, (l h) = {shape}')
-    if not x.isfinite().all(): raise ValueError(f'{name}: not finite; give one finite number per head')
+    if x.shape != shape: raise ValueError(f'{name}={tuple(x.shape)}: not one number per head, {shape}')
     return x
 
 def mask_and_z(
-    keep, z, # as for `remove_heads`
-    shape: tuple[int, int] # (layers, heads)
+    keep, z, shape: tuple[int, int] # as for `remove_heads`; layers, heads
 ) -> tuple[Tensor, Tensor]: # (l h) bool; (l h) multipliers
     "Which heads stay, and the multiplier of each: that of the gates, `z`, or 1."
     if hasattr(keep, 'open_mask'):
@@ -56,15 +48,10 @@ def mask_and_z(
     return keep.bool(), z
 
 # %% ../nbs/method/06_remove.ipynb #e83d5c06
-def unwrapped(
-    model: nn.Module # or a wrapper around it
-) -> nn.Module:
-    "The model inside `torch.compile` or data parallelism. ValueError for a PEFT adapter."
-    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
-    while hasattr(model, '_orig_mod') or isinstance(model, parallel):
-        model = getattr(model, '_orig_mod', None) or model.module
-    if hasattr(model, 'merge_and_unload'):
-        raise ValueError(f'model={type(model).__name__}: an adapter; call merge_and_unload() first')
+def unwrapped(model: nn.Module) -> nn.Module:
+    "The model inside `torch.compile` or data parallelism."
+    for name in ('_orig_mod', 'module'):
+        if hasattr(model, name): return unwrapped(getattr(model, name))
     return model
 
 # %% ../nbs/method/06_remove.ipynb #cb8f9c08

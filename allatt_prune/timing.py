@@ -39,11 +39,11 @@ def in_turns(
 
 # %% ../nbs/method/08_timing.ipynb #fe37bedc
 def _memory(model, ids, z=None): # after reading ids segment by segment
-    mems = None
-    parts = ids.split(model.cfg.seg_len, 1) if ids.numel() else []
-    for part in parts: mems = model.forward(part, mems=mems, z=z)[1]
+    mems, t = None, model.cfg.seg_len
+    for i in range(0, ids.shape[1], t): mems = model.forward(ids[:, i:i+t], mems=mems, z=z)[1]
     return mems
 
+@torch.inference_mode()
 def segment_job(
     model: LM, ids: Tensor, # (b S+T) or longer: the last T are timed, the others fill the memory
     z: Tensor|None = None, # (l h) head multipliers; None: all 1
@@ -52,10 +52,8 @@ def segment_job(
     "Job that reads one segment with a full memory and returns the logits, or the loss of the targets."
     t, ids = model.cfg.seg_len, ids.to(model.pos.device)
     if targets is not None: targets = targets.to(ids.device)
-    with torch.inference_mode(): mems = _memory(model.eval(), ids[:, :-t], z)
-    def job():
-        with torch.inference_mode(): return model(ids[:, -t:], targets, mems, z)[0]
-    return job
+    mems = _memory(model.eval(), ids[:, :-t], z)
+    return torch.inference_mode()(lambda: model(ids[:, -t:], targets, mems, z)[0])
 
 # %% ../nbs/method/08_timing.ipynb #eabb4ef0
 def train_job(
@@ -97,11 +95,11 @@ def _commit(): # of the package; unknown unless it lies in its own clone
 def environment(device: str) -> dict[str, str]: # of the models
     "Hardware, versions and commit behind a result."
     info = Path('/proc/cpuinfo')
-    found = re.search(r'model name\s*:\s*(.+)', info.read_text()) if info.exists() else None
-    processor, threads = found[1] if found else platform.machine(), str(torch.get_num_threads())
-    gpu = dict(gpu=torch.cuda.get_device_name(device)) if torch.device(device).type == 'cuda' else {}
+    names = re.findall(r'model name\s*:\s*(.+)', info.read_text()) if info.exists() else []
+    about = dict(processor=[*names, platform.machine()][0], threads=str(torch.get_num_threads()))
+    if 'cuda' in device: about['gpu'] = torch.cuda.get_device_name(device)
     versions = dict(python=platform.python_version(), torch=torch.__version__, allatt_prune=__version__)
-    return dict(processor=processor, threads=threads, **gpu, **versions, commit=_commit())
+    return about | versions | dict(commit=_commit())
 
 # %% ../nbs/method/08_timing.ipynb #28777512
 def matmul_job(device='cpu', dtype: torch.dtype = torch.float32) -> tuple[Callable, int]: # job, its MACs
@@ -114,8 +112,7 @@ def matmul_job(device='cpu', dtype: torch.dtype = torch.float32) -> tuple[Callab
 def time_recipe(
     r: Recipe, corpus: Corpus, # the recipe whose model is timed; the text to read
     kept: list[float] = (.5,), # shares of the heads that pruned models keep
-    device: str = 'cpu', make: Callable = LM, # makes a model of a configuration
-    *, repeats: int = 9 # rounds
+    device: str = 'cpu', make: Callable = LM, *, repeats: int = 9 # makes a model; rounds
 ) -> list[dict]: # per job: job, heads, macs, ms (`Timing`), roofline (share)
     "Time training and reading, whole and pruned, in turns."
     cfg, b, dtype = r.config(len(corpus.vocab)), r.batch, getattr(torch, r.dtype)
@@ -124,8 +121,9 @@ def time_recipe(
     rows, jobs = [], [product]
     for share in (1., *kept):
         small = replace(cfg, heads=[round(share * cfg.n_head)] * cfg.n_layer)
-        heads, macs = sum(small.heads), count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
-        rows += [dict(job='train', heads=heads, macs=3*macs), dict(job='read', heads=heads, macs=macs)]
+        macs = count_macs(small, b, keys=cfg.window)['total'] * b * cfg.seg_len
+        about = dict(heads=sum(small.heads), macs=macs)
+        rows += [dict(about, job='train', macs=3*macs), dict(about, job='read')]
         train, read = make(small).to(device), make(small).to(device, dtype)
         jobs += [train_job(train, ids, dtype), segment_job(read, ids)]
     best, *times = in_turns(jobs, repeats=repeats)

@@ -50,16 +50,3 @@ def test_gpu_kernels_are_called_as_they_want_to_be(name, dtype, dropout):
     assert (out.shape, lse.shape, lse.dtype) == ((3, 50, 64), (3, 50), torch.float32)
     grads = backward(out, q, k, v, out, lse, state, dropout)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-
-def test_a_step_of_training_in_bfloat16_with_dropout_is_close_to_float32():
-    from allatt_prune.model import LM, LMConfig
-    torch.manual_seed(0)
-    model = LM(LMConfig(27, 2, 64, 4, 32, seg_len=32, mem_len=32, dropout=0., attn_dropout=.2))
-    ids, grads = torch.randint(27, (4, 32)), []
-    for on in (False, True):
-        torch.manual_seed(1)
-        model.zero_grad()
-        with torch.autocast('cpu', torch.bfloat16, enabled=on): loss, _ = model(ids, ids)
-        loss.backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert (grads[0] - grads[1]).norm() < .03 * grads[0].norm()

@@ -10,12 +10,11 @@ from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
-from allatt_prune.engine.resume import Stopped, read_log, read_metrics, train, write_metrics
+from allatt_prune.engine.resume import Stopped, read_log, train, write_metrics
 from allatt_prune.engine.report import table
 from allatt_prune.engine.run import MODELS, run
 from allatt_prune.experiment import outcome
 from allatt_prune.config import get_recipe
-from allatt_prune.train import Score
 from allatt_prune.ways import Way, way
 
 RHYME = 'one two buckle my shoe three four knock at the door '
@@ -58,11 +57,10 @@ PLACES = dict(baseline=('baseline', 4), epoch_end=('baseline', 7), control=('con
 
 LAMB, TAUGHT = dict(optimizer='lamb'), dict(teacher=.5, prune_dropout=False)
 
-@pytest.mark.parametrize('how,kinds', (('signal', {}), ('crash', {}), ('signal', LAMB), ('signal', TAUGHT)))
+@pytest.mark.parametrize('how,kinds', (('crash', {}), ('signal', LAMB), ('signal', TAUGHT)))
 def test_resume_gives_the_same_bits(world, monkeypatch, how, kinds):
     kind = ''.join(kinds)
     go(whole := f'whole-{kind}-{how}', **kinds)
-    freezes = []
     for name, place in [*PLACES.items()][::4] if kinds else PLACES.items():
         def interrupt(phase, t):
             if (phase, t.step) != place: return
@@ -74,11 +72,9 @@ def test_resume_gives_the_same_bits(world, monkeypatch, how, kinds):
         there = world/f'{name}-{kind}-{how}'
         last = sorted((there/'checkpoints').glob(f'{place[0]}-*'))
         if how == 'signal': assert last[-1].name == f'{place[0]}-{place[1]:08d}'
-        if place[0] == 'gated' and last: freezes.append(checkpoint.load(last[-1])[1]['gates']['frozen'].item())
         go(there.name, **kinds, resume=True)
         assert same(there, world/whole), name
         assert not [p for p in there.rglob('*') if '.tmp-' in p.name]
-    if how == 'signal' and not kinds: assert freezes == [False, False, False, True, True, True]
 
 def test_interrupted_again_and_again(world, monkeypatch):
     go('whole')
@@ -91,32 +87,6 @@ def test_interrupted_again_and_again(world, monkeypatch):
         try: go('often', resume=ends > 0); break
         except Stopped: ends += 1
     assert ends >= 12 and same(world/'often', world/'whole')
-
-def test_in_the_middle_of_a_validation(world, monkeypatch):
-    forward, pieces = allatt_prune.model.LM.forward, []
-    def watched(self, *args):
-        if not self.training:
-            pieces.append(1)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return forward(self, *args)
-    monkeypatch.setattr(allatt_prune.model.LM, 'forward', watched)
-    with pytest.raises(Stopped): go('valid', corpus='long.txt')
-    monkeypatch.setattr(allatt_prune.model.LM, 'forward', forward)
-    assert len(pieces) == 1 and (world/'valid'/'checkpoints'/'baseline-00000005').exists()     # it has two, and ended after the first
-    assert [r['step'] for r in read_metrics('valid')] == [1, 2, 3, 4]                          # and said nothing of the fifth step
-    go('valid', corpus='long.txt', resume=True)
-    go('valid-whole', corpus='long.txt')
-    assert same(world/'valid', world/'valid-whole')
-
-def test_the_best_is_remembered(world, monkeypatch):
-    scores = iter((1., 2., 3.))                                                         # worse each time
-    monkeypatch.setattr(resume, 'evaluate', lambda *args, **how: Score(next(scores)))
-    recipe, text, make = small()
-    def interrupt(t):
-        if t.step == 8: os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(Stopped): train(make(), text, recipe, run_dir='best', after=interrupt)
-    records = train(make(), text, recipe, run_dir='best', resume=True)
-    assert [(r['step'], r['valid'], r['best']) for r in records if 'valid' in r] == [(5, 1., 1.), (10, 2., 1.)]
 
 def test_the_text_must_be_the_same(world):
     (world/'changes.txt').write_text(RHYME * 10)
@@ -144,7 +114,6 @@ def unfinished(folder): # as if killed while the gates were trained
     for f in ('gated', 'pruned'): shutil.rmtree(folder/f)
     (folder/'report.json').unlink()
 
-
 def flipped(data, rng):
     bit = rng.randrange(8 * len(data))
     return data[:bit//8] + bytes([data[bit//8] ^ 1 << bit % 8]) + data[bit//8 + 1:]
@@ -160,13 +129,15 @@ def test_no_bit_of_a_run_s_beginning_can_change(world, file):
     path.write_bytes(data)
     assert go(f'flip-{file}', resume=True) and same(world/f'flip-{file}', world/'done')
 
-@pytest.mark.parametrize('finished', (True, False))
-def test_damaged_records_are_mended(world, finished):
+@pytest.mark.parametrize('what', ('finished', 'unfinished', 'lost'))
+def test_damaged_records_are_mended(world, what):
     def damage(folder):
-        (folder/'metrics.jsonl').write_bytes(b'rubbish\n' + (folder/'metrics.jsonl').read_bytes())
-        if not finished: unfinished(folder)
-    edited(world, f'records-{finished}', damage)
-    assert same(world/f'records-{finished}', world/'done')
+        lines = (folder/'metrics.jsonl').read_text().splitlines(keepends=True)
+        wrong = lines[:-5] + lines[-4:] if what == 'lost' else ['rubbish\n', *lines]
+        (folder/'metrics.jsonl').write_text(''.join(wrong))
+        if what != 'finished': unfinished(folder)
+    edited(world, f'records-{what}', damage)
+    assert same(world/f'records-{what}', world/'done')
 
 def test_no_bit_of_a_record_of_a_finished_run_can_change(world):
     if not (world/'done').exists(): go('done')
@@ -216,14 +187,6 @@ def test_a_model_that_was_lost_is_made_again(world):
     with pytest.raises(OSError, match='checkpoint=lost2/baseline: model.safetensors is damaged'): edited(world, 'lost2', lambda folder: (folder/'baseline'/'model.safetensors').write_text('xx'))
     with pytest.raises(FileNotFoundError, match='run_dir=lost3: no corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
 
-def test_lost_records_are_written_again(world):
-    def lose(folder):
-        unfinished(folder)
-        lines = (folder/'metrics.jsonl').read_text().splitlines(keepends=True)
-        (folder/'metrics.jsonl').write_text(''.join(lines[:-5] + lines[-4:]))
-    edited(world, 'lose', lose)
-    assert same(world/'lose', world/'done')
-
 class Below(HeadGates): # whose numbers mean something else than those of `HeadGates`
     "Open where pi is below its mean."
     def open_mask(self): return self.log_alpha.detach() < self.log_alpha.detach().mean()
@@ -248,12 +211,6 @@ def test_gates_come_back_as_what_they_were(world, way, asked):
         with pytest.raises(OSError, match='not gates of class HeadGates'): HeadGates.from_pretrained(f'{name}/gated')
         kill()
         with pytest.raises(OSError, match='gated was made with other gates; give the same way'): go(resume=True)
-
-def test_other_circumstances_are_said(world):
-    torch.set_num_threads(2)
-    try:
-        with pytest.warns(UserWarning, match='threads=2: .*checkpoints/gated was made with 1, so sums are rounded in another order'): edited(world, 'threads', unfinished)
-    finally: torch.set_num_threads(1)
 
 def test_another_start_is_another_training(world):
     recipe, text, make = small()
@@ -300,24 +257,11 @@ def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value, dtype
     config, parts = checkpoint.newest(world/name/'checkpoints', 'gated')
     assert config['step'] == 4 and all(x.isfinite().all() for part in parts.values() for x in (part.values() if isinstance(part, dict) else ()) if torch.is_tensor(x))
 
-def test_clipping_under_bfloat16(world, monkeypatch):
-    adam, norms = torch.optim.AdamW.step, []
-    def watched(self, *a):
-        grads = [p.grad for g in self.param_groups for p in g['params']]
-        assert {g.dtype for g in grads} == {torch.float32}
-        norms.append(torch.stack([g.norm() for g in grads]).norm().item())
-        return adam(self, *a)
-    monkeypatch.setattr(torch.optim.AdamW, 'step', watched)
-    recipe, text, make = small(dtype='bfloat16', clip=.5)
-    before = [r['grad_norm'] for r in train(make(), text, recipe)]
-    assert len(norms) == len(before) and max(before) > .6                               # there was something to clip
-    assert all(abs(after - min(was, .5)) < 1e-3 for was, after in zip(before, norms))
-
 def test_what_is_not_finite_is_not_saved(world):
     recipe, text, make = small(save_every=1)
     def poison(t):
         if t.step == 2: t.model.pos.data[0, 0] = float('inf')
-    with pytest.raises(FloatingPointError, match='model: not finite in baseline before step 2'):
+    with pytest.raises(FloatingPointError, match='baseline: not finite before step 2'):
         train(make(), text, recipe, run_dir='finite', after=poison)
     assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
 
@@ -346,19 +290,6 @@ def test_damage_is_refused_by_name(world, saved, how):
         warned += len(said) == 1 and str(newest) in str(said[0].message) and 'going back' in str(said[0].message)
         file.write_bytes(data)
     assert warned == 60 and checkpoint.newest(saved, 'gated')[0]['step'] > older
-
-def test_resumes_from_the_older_one_and_says_so(world):
-    go('whole-d')
-    shutil.copytree('whole-d', 'older')
-    for f in ('gated', 'pruned'): shutil.rmtree(f'older/{f}')
-    Path('older/report.json').unlink()
-    file = sorted(Path('older/checkpoints').glob('gated-*'))[-1]/'model.safetensors'
-    file.write_bytes(file.read_bytes()[:-1])
-    done = subprocess.run([sys.executable, '-m', 'allatt_prune', 'run', '--run-dir', 'older', '--resume'], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-    warned = [line for line in done.stderr.splitlines() if 'warning' in line]
-    assert done.returncode == 0 and len(warned) == 1, done.stderr
-    assert warned[0].startswith(f'allatt-prune: warning: checkpoint={file.parent}: model.safetensors is damaged') and 'going back' in warned[0]
-    assert same(world/'older', world/'whole-d')
 
 # ---- killed while saving; a full disk
 

@@ -20,9 +20,9 @@ def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... k
     p = scores.softmax(-1)
     return p, scores.amax(-1) - p.amax(-1).log()
 
-def merge(o1: Tensor, lse1: Tensor, # (... d), (...): output over some keys, log-sum-exp of their scores
-          o2: Tensor, lse2: Tensor, # the same over other keys
-          scale: float = 1. # factor for the values behind o2
+def merge(
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, # outputs (... d) and log-sum-exps (...) of two parts
+    scale: float = 1. # factor for the values behind o2
 ) -> tuple[Tensor, Tensor]: # output and log-sum-exp over all keys
     "The softmax over both sets of keys."
     lse = torch.logaddexp(lse1, lse2)
@@ -44,6 +44,10 @@ def _(x, dropout, seed, block): return torch.empty_like(x)
 def _cut(dropout): return min(round(dropout * 2**16), 2**16 - 1) # of 2**16 numbers, those that drop
 def _keep_scale(dropout): return 1 / (1 - _cut(dropout) / 2**16) # what kept weights are multiplied with
 def _new_seed(dropout): return torch.randint(2**62, ()) if dropout else torch.tensor(0)
+def _dropped(p, dp, dropout, seed, i): # weights of a block and their gradients, as in the forward pass
+    if not dropout: return p, dp
+    mask = keep_mask(p, dropout, seed, i.start)
+    return p * mask, dp.mul_(mask)
 
 # %% ../../nbs/engine/00_fused.ipynb #e84536fe
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of the rows 0..n-1
@@ -64,10 +68,7 @@ def _rows_backward(g, q, k, v, out, lse, state, dropout): # out, lse: merged -> 
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for i in _blocks(q.shape[1], _rows_per_block(q, k)):
         p = torch.bmm(q[:, i], k.mT).to(lse.dtype).sub_(lse[:, i, None]).exp_()
-        dp, kept = torch.bmm(g[:, i], v.mT).to(lse.dtype), p
-        if dropout:
-            mask = keep_mask(p, dropout, seed, i.start)
-            dp, kept = dp.mul_(mask), p * mask
+        kept, dp = _dropped(p, torch.bmm(g[:, i], v.mT).to(lse.dtype), dropout, seed, i)
         dv.baddbmm_(kept.to(g.dtype).mT, g[:, i])
         ds = dp.sub_(D[:, i]).mul_(p).to(q.dtype)
         dqs.append(torch.bmm(ds, k)); dk.baddbmm_(ds.mT, q[:, i])
@@ -172,10 +173,7 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
         j, c = slice(i.start, i.stop + m), i.stop - i.start
         scores, buffer = _band_scores(qu, qw, k, r, i, pad)
         p = scores.to(lse.dtype).sub_(lse[:, i, None]).exp_()
-        dp, kept = _band(torch.bmm(g[:, i], v[:, j].mT), m), p
-        if dropout:
-            mask = keep_mask(p, dropout, seed, i.start)
-            dp, kept = dp * mask, p * mask
+        kept, dp = _dropped(p, _band(torch.bmm(g[:, i], v[:, j].mT), m), dropout, seed, i)
         dv[:, j] += torch.bmm(_by_key(kept, buffer).mT, g[:, i])
         ds = p.mul_(dp - D[:, i]).to(qu.dtype)
         dqus.append(torch.bmm(_by_key(ds, buffer), k[:, j])); dk[:, j] += torch.bmm(buffer.mT, qu[:, i])
@@ -223,18 +221,10 @@ def _window(x, t, m): # the t+m last positions, with empty ones in front if ther
     return _rows(F.pad(x, (0, 0, t + m - x.shape[2], 0)))
 
 def attend(
-    q: Tensor, # (b h t d) queries
-    k: Tensor, # (b h s d) keys: memory, then segment
-    v: Tensor, # (b h s d) values
-    r: Tensor, # (h m d) relative keys of the distances 0..m-1; keys further back are masked
-    u: Tensor, # (h d) content bias
-    w: Tensor, # (h d) distance bias
-    pk: Tensor, # (h n d) persistent keys
-    pv: Tensor, # (h n d) persistent values
-    *, dropout: float = 0. # probability of dropping an attention weight, of either kind of key
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor, pv: Tensor,
+    *, dropout: float = 0. # as for `attention.attend`
 ) -> Tensor: # (b h t d), before W_o
     "`attention.attend`, faster and in less memory. Paper, equation 1."
-    assert 0 <= dropout < 1, f'dropout={dropout}: not a probability below 1'
     assert pk.shape == pv.shape, f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}'
     t, s, m = q.shape[2], k.shape[2], min(r.shape[1], k.shape[2])
     if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout)
@@ -245,10 +235,8 @@ def attend(
     return rearrange(out, '(h b) t d -> b h t d', h=len(u))
 
 # %% ../../nbs/engine/00_fused.ipynb #0ccc9b31
-def weights(
-    q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor # as for `attend`
-) -> Iterator[tuple[slice, Tensor, Tensor]]: # queries, weights (b h t m) by distance from 0, (b h t n)
-    "The weights of `attend`, for a block of queries at a time."
+def weights(q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor) -> Iterator[tuple]:
+    "The weights of `attend` by blocks of queries: their slice, (b h t m) by distance from 0, (b h t n)."
     (h, n, _), t, m = pk.shape, q.shape[2], min(r.shape[1], k.shape[2])
     pad, k, r, rows = max(0, t + m - k.shape[2]), _window(k, t, m), r[:, :m].flip(1), _rows(q)
     qu, qw = _with_bias(rows, u, w)
