@@ -165,24 +165,6 @@ def test_any_exception_ends_all(folder):
     assert 'cli.py' not in err                                                          # no traceback of ours
     assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
 
-WAITS = '''
-import functools, os, signal
-from allatt_prune.engine import cli, run
-run.parallel = functools.partial(run.parallel, patience=5)
-train = run.train
-def after(t):
-    if t.step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)
-run.train = lambda *args, **how: train(*args, after=after, **how)
-cli.main()
-'''
-
-def test_a_stopped_process_does_not_stop_the_others_for_ever(folder):
-    (folder/'waits.py').write_text(WAITS)
-    job = torchrun(folder, 'waits.py', 'run', *OPTIONS, '--run-dir', 'x')
-    _, err = job.communicate(timeout=180)
-    assert job.returncode != 0 and 'allatt-prune: error: ' in err, err
-    assert not subprocess.run(['pgrep', '-f', str(folder)], capture_output=True, text=True).stdout
-
 def test_a_batch_that_processes_cannot_share_is_refused(folder):
     job = torchrun(folder, '-m', 'allatt_prune', 'run', *OPTIONS, '--run-dir', 'x', '--batch', '3')
     _, err = job.communicate(timeout=120)

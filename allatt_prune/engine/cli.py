@@ -101,8 +101,8 @@ def _time(args):
     r = get_recipe(args.recipe or 'tiny', **dict(corpus='pydocs') | args.settings)
     text, device = load_corpus(r.corpus, args.cache), engine.run.pick_device(args.device)
     found = timing.time_recipe(r, text, device=device, make=engine.checkpoint.build)
-    rows = [[x['job'], x['heads'], f"{t.median:.1f}±{t.spread/2:.1f}", f"{x['roofline']:.0%}"]
-            for x in found for t in [x['ms']]]
+    rows = [[x['job'], x['heads'], f"{x['ms'].median:.1f}±{x['ms'].spread/2:.1f}",
+             f"{x['roofline']:.0%}"] for x in found]
     print(engine.report.markdown(['', 'heads', 'ms', 'of the roofline'], rows))
 
 # %% ../../nbs/engine/09_cli.ipynb #026a5ee1

@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'ROWS', 'pick_device', 'parallel', 'stored_recipe', 'text_for', 'run_lock', 'run']
 
 # %% ../../nbs/engine/08_run.ipynb #d85b5f19
-import contextlib, datetime, json, os
+import contextlib, json, os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,16 +83,13 @@ def pick_device(name: str) -> str: # auto, cpu, cuda or cuda:N
     return name
 
 @contextlib.contextmanager
-def parallel(name: str, # for `pick_device`; under torchrun, each process has a GPU of its own
-             patience: float = 900): # seconds that a process waits for the others before it gives up
-    "The device of this process. Under torchrun, all processes are joined."
+def parallel(name: str): # for `pick_device`
+    "The device of this process. Under torchrun, all processes are joined, each with a GPU of its own."
     several = int(os.environ.get('WORLD_SIZE', 1)) > 1
     if several and name != 'cpu' and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     device = pick_device(name)
-    if several:
-        backend, wait = 'gloo' if device == 'cpu' else 'nccl', datetime.timedelta(seconds=patience)
-        dist.init_process_group(backend, timeout=wait)
+    if several: dist.init_process_group('gloo' if device == 'cpu' else 'nccl')
     yield device
     if several: dist.destroy_process_group()
 
