@@ -7,6 +7,7 @@ __all__ = ['GROUPS', 'SHOWN', 'SHAPE', 'COMMON', 'COMMANDS', 'boolean', 'integer
 
 # %% ../../nbs/engine/09_cli.ipynb #78990def
 import argparse, logging, os, signal, sys, warnings
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,12 @@ def _open(args, *names): # as for `_find` -> model, its gates or None, its other
     gates = HeadGates.from_pretrained(path).to(device) if 'gates' in parts else None
     return model, gates, parts, path
 
-def _corpus(path, parts): # that of a model's recipe; pydocs for a model of the package
-    shipped = engine.checkpoint.place(path) in engine.checkpoint.shipped().values()
-    return 'pydocs' if shipped or 'recipe' not in parts else parts['recipe']['corpus']
+def _corpus(path): # that of a model's run; pydocs for a model outside of runs
+    with suppress(OSError): return engine.run.stored_recipe(path.resolve().parent).corpus
+    return 'pydocs'
 
-def _text(args, path, parts): # in the model's symbols
-    return engine.run.text_for(path, args.corpus or _corpus(path, parts), args.cache)
+def _text(args, path): # in the model's symbols
+    return engine.run.text_for(path, args.corpus or _corpus(path), args.cache)
 
 # %% ../../nbs/engine/09_cli.ipynb #fede0856
 def _recipe(args, run_dir): # with the settings that were typed; also the model to begin with, if any
@@ -43,7 +44,7 @@ def _recipe(args, run_dir): # with the settings that were typed; also the model 
         assert config['heads'] is None, f'model={path}: heads were removed already'
         if 'recipe' in parts and not args.recipe: recipe = Recipe(**parts['recipe'])
         shape = {f: x for f, x in config.items() if f in SETTINGS}
-        recipe = replace(recipe, **shape, corpus=_corpus(path, parts))
+        recipe = replace(recipe, **shape, corpus=_corpus(path))
     r, heads = adjusted(recipe, **args.settings), args.heads
     return r if heads is None else replace(r, sparsity=1 - heads / (r.n_layer * r.n_head)), path
 
@@ -63,8 +64,8 @@ def _train(args): # run, train and prune
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
 def _evaluate(args):
     from allatt_prune.train import evaluate
-    model, gates, parts, path = _open(args, 'pruned', 'baseline')
-    text = _text(args, path, parts)
+    model, gates, _, path = _open(args, 'pruned', 'baseline')
+    text = _text(args, path)
     ids = getattr(text, args.split)[:args.tokens or None]
     with engine.processes.Progress('evaluation', len(ids)) as bar:
         loss = evaluate(model, ids, gates and gates(), args.batch, after=bar.update)
@@ -72,8 +73,8 @@ def _evaluate(args):
 
 def _score(args):
     from allatt_prune import importance
-    model, gates, parts, path = _open(args, 'baseline')
-    text, n_head = _text(args, path, parts), model.cfg.n_head
+    model, gates, _, path = _open(args, 'baseline')
+    text, n_head = _text(args, path), model.cfg.n_head
     ids, heads = text.train[:args.score_tokens], model.cfg.n_layer * n_head
     scores = importance.score(model, ids, args.method, seed=args.seed, gates=gates)
     sparsity = args.sparsity if args.heads is None else 1 - args.heads / heads
@@ -134,7 +135,7 @@ def _settings(groups, names): # options for fields of a recipe, explained if the
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e5
 _MODEL = dict(model=(str, 'name or folder of a model, or folder of a run'))
-_TEXT = _MODEL | dict(corpus=(str, 'name, file or folder (default: that of its recipe, or pydocs)'))
+_TEXT = _MODEL | dict(corpus=(str, 'name, file or folder (default: that of the run, or pydocs)'))
 _RECIPE = dict(recipe=(str, ', '.join(RECIPES) + ' (default: tiny)'))
 _RUN = dict(run_dir=(str, 'new folder (default: runs/RECIPE, or runs/pruned)'),
             resume=(False, 'continue the run in that folder'))
