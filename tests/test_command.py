@@ -1,9 +1,8 @@
 "The real command in its own process: what it refuses, what it leaves behind, how it ends."
-import hashlib, json, os, pickle, shutil, subprocess, sys, warnings
+import hashlib, json, os, pickle, shutil, subprocess, sys
 from dataclasses import asdict
 import allatt_prune, pytest, torch
 from allatt_prune.engine import checkpoint
-from allatt_prune.engine.cli import main
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM, LMConfig
 from forks import command
@@ -25,9 +24,8 @@ def damaged(folder, name, content): # a copy of a model with other weights
 def fill(folder): # texts, taken names, and saved models in every state of damage
     (folder/'own.txt').write_text(RHYME * 60)
     (folder/'short.txt').write_text(RHYME)
-    for name in ('taken', 'two words', '-dash'):
-        (folder/name).mkdir()
-        (folder/name/'result').write_text('precious')
+    (folder/'taken').mkdir()
+    (folder/'taken'/'result').write_text('precious')
     torch.manual_seed(0)
     cfg = LMConfig(vocab=len(SYMBOLS), n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16)
     model, gates = LM(cfg).state_dict(), HeadGates(2, 4).state_dict()
@@ -71,35 +69,24 @@ PRUNE = ['prune', 'good', *PRUNING, '--corpus', 'own.txt']
 REFUSED = [ # arguments, exit status, what the line must name
     ([], 2, 'required: command'), # syntax
     ([*RUN, '--prune-s', '2'], 2, 'unrecognized arguments: --prune-s'),
-    (['run', 'huge'], 2, 'recipe=huge'),
     ([*RUN, '--cutoffs', '3,x'], 2, '--cutoffs: invalid integers value'),
     (['prune'], 2, 'give a model or --resume'),
-    (['prune', 'good', '--resume'], 2, 'give a model or --resume'),
     (['prune', 'good', '--d-model', '64'], 2, 'unrecognized arguments: --d-model'),
-    ([*SCORE], 2, 'required: MODEL'),
-    ([*OWN, '--device', '\x1b[2Jabacus'], 2, 'device=\\x1b[2Jabacus'), # values
+    (['run', 'huge'], 2, 'recipe=huge'), # values
+    ([*OWN, '--device', 'abacus'], 1, 'abacus'),
     ([*RUN, '--steps', '0'], 2, 'steps=0'),
-    ([*RUN, '--lam=-inf'], 2, 'lam=-inf'),
-    ([*RUN, '--prune-warmup', '50'], 2, 'prune_warmup=50: longer than prune_steps=12'),
     ([*PRUNE, '--method', 'glue'], 2, 'method=glue'),
-    ([*PRUNE, '--repair', 'glue', '--method', 'random', '--sparsity', '.5'], 2, 'repair=glue'),
-    ([*PRUNE, '--sparsity', '.01'], 2, 'sparsity=0.01: no head would go'),
     ([*PRUNE, '--heads', '9'], 2, 'sparsity=-0.125'),
-    (['prune', 'good', '--recipe', 'best', '--corpus', 'own.txt', '--dropout', '.3'], 2, 'dropout=0.3: this recipe'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'entrpy'),
-    (['score', 'good', '--corpus', 'own.txt', '--method', 'random', '--sparsity', '1.5'], 2, 'sparsity=1.5'),
-    (['score', 'good', '--corpus', 'own.txt', '--score-tokens', '20', '--method', 'entropy'], 2, 'score_tokens=20'),
     (['sample', 'good', '--prompt', 'Ones'], 1, "the model does not know 'O'"),
-    ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'),
+    ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'), # files
     ([*RUN, '--corpus', 'short.txt'], 1, 'corpus=short.txt'),
-    *(([*OWN, '--run-dir=' + d], 1, 'run_dir=' + d) for d in ('taken', 'two words', '-dash', 'own.txt/below', '/proc/here')),
-    ([*PRUNE, '--run-dir', 'good/below'], 2, 'run_dir=good/below'),
-    ([*OWN, '--cache', 'own.txt/below'], 1, 'own.txt/below'),
+    *(([*OWN, '--run-dir', d], 1, 'run_dir=' + d) for d in ('taken', 'own.txt/below', '/proc/here')),
     *(([*OWN, '--run-dir', d, '--resume'], 1, f'run_dir={d}') for d in ('none', 'broken-run')),
     *(([job, 'no/such'], 1, 'checkpoint=no/such: not found') for job in ('evaluate', 'score')), # models
     *(([job, 'taken'], 1, 'checkpoint=taken: no manifest.json') for job in ('evaluate', 'prune', 'score', 'sample')),
-    *(([job, 'no-words'], 1, 'saved without its vocabulary') for job in ('evaluate', 'prune', 'score', 'sample')),
-    *(([job, 'tiny-books-pruned'], 1, 'heads were removed already') for job in ('score', 'prune')),
+    *(([job, 'no-words'], 1, 'vocab') for job in ('evaluate', 'prune', 'score', 'sample')),
+    *(([job, 'tiny-books-pruned'], 2, 'heads were removed') for job in ('score', 'prune')),
     *(([*SCORE, name], 1, said) for name, said in {
         'bomb.pt': 'checkpoint=bomb.pt: no manifest.json there', 'bomb': 'header too large',
         'cut': 'model.safetensors is damaged', 'flipped': 'model.safetensors is damaged',
@@ -122,16 +109,11 @@ def test_refused_in_one_line_and_nothing_written(template, tmp_path, cache, case
     assert end.stdout == '' and state(here) == before and lines[0].isprintable()
 
 def test_names_that_are_no_text_and_terminals_that_know_no_signs(folder):
-    name = os.fsdecode(b'caf\xe9 \x1b[31m.txt') # Latin-1, and a colour
-    shutil.copy(folder/'own.txt', folder/name)
-    for i, how in enumerate((dict(PYTHONIOENCODING='ascii', PYTHONUTF8='0', LC_ALL='C'), dict(PYTHONIOENCODING='utf-8'))):
-        words = [sys.executable, '-m', 'allatt_prune', *RUN, '--corpus', name, f'--run-dir=-x y/{i}\x1b[31m']
-        end = subprocess.run(words, cwd=folder, capture_output=True, timeout=300, env=os.environ | how)
-        assert end.returncode == 0, end.stderr
-        assert b'\x1b' not in end.stdout + end.stderr and f'-x y/{i}\\x1b[31m/report.md'.encode() in end.stdout
-        assert ('?' if i == 0 else '±') in end.stdout.decode('ascii' if i == 0 else 'utf-8')
-        text = (folder/f'-x y/{i}\x1b[31m'/'report.md').read_text(encoding='utf-8')
-        assert '\x1b' not in text and 'corpus caf?' in text
+    shutil.copy(folder/'own.txt', folder/os.fsdecode(b'caf\xe9.txt')) # Latin-1
+    words = [sys.executable, '-m', 'allatt_prune', *RUN, '--corpus', os.fsdecode(b'caf\xe9.txt'), '--run-dir', 'x']
+    end = subprocess.run(words, cwd=folder, capture_output=True, timeout=300, env=os.environ | dict(PYTHONIOENCODING='ascii'))
+    assert end.returncode == 0 and b'1.00 of 1.00' in end.stdout, end.stderr
+    assert 'corpus caf?.txt' in (folder/'x'/'report.md').read_text(encoding='utf-8')
 
 def test_ctrl_c_while_libraries_are_loaded(folder):
     (folder/'shim').mkdir()
@@ -147,7 +129,7 @@ def test_prune_copies_only_what_is_in_the_manifest(folder):
     (folder/'good'/'endless').symlink_to('/dev/zero')
     (folder/'good'/'notes.txt').write_text('mine')
     done(folder, *PRUNE, '--run-dir', 'p')
-    kept = {f.name for f in (folder/'good').iterdir()} - {'endless', 'notes.txt'} | {'README.md'} # the card is new
+    kept = {f.name for f in (folder/'good').iterdir()} - {'endless', 'notes.txt'}
     assert {f.name for f in (folder/'p'/'baseline').iterdir()} == kept
 
 def test_version_and_debug(folder):
@@ -169,7 +151,7 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [5, 10, 12] * 3
 
 def test_train_then_prune_then_run(folder):
-    assert done(folder, 'train', *OWN[1:], '--run-dir', 't').stdout.endswith('model: t/baseline\n')
+    assert done(folder, 'train', *OWN[1:], '--run-dir', 't').stdout.endswith('report: t/report.md\n')
     said = done(folder, 'prune', 't', '--run-dir', 'p', '--lam', '0.4').stdout
     assert '| control' not in said and '| pruned' in said and report(folder, 'p')['recipe']['lam'] == .4
     for job, d, rows in (('run', 't', 4), ('prune', 'p', 3), ('run', 'p', 4)): # train goes on as run
@@ -200,16 +182,14 @@ def test_heads_chosen_by_a_score(folder):
     shutil.rmtree(folder/'x'/'pruned') # trained again from its checkpoint
     again = done(folder, 'prune', '--resume', '--run-dir', 'x', '--control').stdout
     assert [line.split('|')[6] for line in again.splitlines()[2:5]] == [line.split('|')[6] for line in said.splitlines()[2:5]]
-    assert 'method gradient, repair least_squares' in (folder/'x'/'report.md').read_text()
+    assert 'method gradient; ' in (folder/'x'/'report.md').read_text()
 
 @pytest.mark.parametrize('recipe,wish,kept,said', [
-    ('tiny', '', None, 'lambda 0.1'),
-    ('tiny', '--heads 3', 3, 'sparsity 0.625, method gates'),
-    ('tiny', '--sparsity .5 --method subset', 4, 'sparsity 0.5, method subset'),
-    ('best', '--sparsity .5', 4, 'sparsity 0.5, method leave_one_out'),
-    ('best', '--method random', 5, 'sparsity 0.4, method random'),
-    ('best', '--lam 5 --gate-lr 3', 0, 'lambda 5'), # lam alone means gates; every head may go
-    ('best', '--lam 5 --sparsity .5', 4, 'method leave_one_out')])
+    ('tiny', '', None, 'method gates; sparsity 0.0; lam 0.1'),
+    ('tiny', '--heads 3', 3, 'method gates; sparsity 0.625'),
+    ('tiny', '--sparsity .5 --method subset', 4, 'method subset; sparsity 0.5'),
+    ('best', '--sparsity .5', 4, 'method leave_one_out; sparsity 0.5'),
+    ('best', '--method random', 5, 'method random; sparsity 0.4')])
 def test_options_change_single_settings_of_a_recipe(folder, recipe, wish, kept, said):
     start = ['prune', 'good', '--recipe', recipe, *SHORT, '--corpus', 'own.txt', '--score-tokens', '2000']
     table = done(folder, *start, *wish.split(), '--run-dir', 'x').stdout
@@ -228,51 +208,26 @@ def test_a_model_brings_its_recipe_and_its_text(folder):
     assert 'corpus=own.txt: no such file' in command('evaluate', 'half', cwd=folder).stderr
 
 def test_the_folder_of_a_run_is_its_pruned_model_or_its_baseline(folder):
-    done(folder, *OWN, '--run-dir', 'r')
-    def same(job, *args): return done(folder, job, 'r', *args).stdout == done(folder, job, f'r/{name}', *args).stdout
-    for name in ('pruned', 'baseline'):
-        assert same('evaluate') and same('sample', '--n', '20')
+    done(folder, *PRUNE, '--eval-tokens', '100', '--run-dir', 'r')
+    rows = {r['model']: r for r in report(folder, 'r')['rows']}
+    for name in ('gated', 'pruned', 'baseline'):
+        said = done(folder, 'evaluate', f'r/{name}', '--split', 'test', '--tokens', '100').stdout
+        assert f"{rows[name]['test']:.4f} bits" in said and 'over 99 tokens' in said # as in the report
+        if name != 'gated': assert done(folder, 'evaluate', 'r', '--split', 'test', '--tokens', '100').stdout == said
         if name == 'pruned': shutil.rmtree(folder/'r'/'pruned')
-    assert same('score', '--score-tokens', '2000')
-
-def test_time(folder):
-    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 8 --seg-len 8 --mem-len 8 --batch 2 --corpus own.txt'.split()
-    said = done(folder, 'time', *small, '--kept', '.75', '.5', '--dtype', 'bfloat16').stdout
-    assert all(f'| train | {n} |' in said for n in (8, 6, 4))
-
-def test_evaluation_reads_what_the_report_read_unless_told_otherwise(folder):
-    done(folder, *PRUNE, '--eval-tokens', '100', '--run-dir', 'e')
-    rows = {r['model']: r for r in report(folder, 'e')['rows']}
-    for model in ('gated', 'pruned'):
-        said = done(folder, 'evaluate', f'e/{model}', '--split', 'test').stdout
-        assert f"{rows[model]['test']:.4f} bits" in said and 'over 99 tokens' in said
-    assert 'over 99 tokens' not in done(folder, 'evaluate', 'e/pruned', '--tokens', '0').stdout
-    assert 'over 49 tokens' in done(folder, 'evaluate', 'e', '--tokens', '50', '--batch', '4').stdout
+    assert 'over 99 tokens' not in done(folder, 'evaluate', 'r', '--batch', '4').stdout
 
 def test_sample(folder):
-    def said(*args, **how): return done(folder, 'sample', 'tiny-books', '--n', '40', *args, **how).stdout
+    def said(*args): return done(folder, 'sample', 'tiny-books', '--n', '40', *args).stdout
     first = said('--prompt', 'the sea ')
     assert len(first) == 8 + 40 + 1 and first.startswith('the sea ') and set(first) <= set(' abcdefghijklmnopqrstuvwxyz\n')
-    assert said('--prompt', 'the sea ') == first == said('--prompt', '-', input='the sea ')
-    assert first != said('--prompt', 'the sea ', '--seed', '1')
+    assert said('--prompt', 'the sea ') == first != said('--prompt', 'the sea ', '--seed', '1')
     assert said('--temperature', '0') == said('--temperature', '0', '--seed', '3') == said('--top-k', '1')
 
 def test_words_with_an_adaptive_softmax(folder):
     assert 'valid ppl | test ppl' in done(folder, *OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w').stdout
     assert json.loads((folder/'w'/'pruned'/'config.json').read_text())['cutoffs'] == [3, 6]
-    again = done(folder, 'evaluate', 'w/pruned', '--corpus', 'own.txt', '--unit', 'word', '--split', 'test').stdout
+    again = done(folder, 'evaluate', 'w', '--split', 'test').stdout
     row = next(r for r in report(folder, 'w')['rows'] if r['model'] == 'pruned')
     assert f"perplexity {row['test']:.2f} over {row['tokens'][1]:,} tokens" in again
-
-def test_a_crowded_machine_is_a_warning(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(os, 'getloadavg', lambda: (9., 9., 9.))
-    threads = torch.get_num_threads()
-    try:
-        for n, warned in ((2, True), (1, False)):
-            torch.set_num_threads(n)
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter('always')
-                main(['train', *OWN[1:], '--run-dir', f'crowd{n}'])
-            assert any('this machine is busy' in str(w.message) for w in said) == warned
-    finally: torch.set_num_threads(threads)
+    assert done(folder, 'sample', 'w', '--prompt', 'one two', '--n', '1').stdout.startswith('one two ')

@@ -1,5 +1,6 @@
 "The five additions of the README's table, each made from outside the package."
 import hashlib, zipfile
+from dataclasses import replace
 import pytest, torch
 from torch import nn
 from allatt_prune import get_recipe, load_corpus, train
@@ -25,9 +26,7 @@ class Threshold(nn.Module):
 
 def test_gates(tmp_path, monkeypatch):
     monkeypatch.setitem(WAYS, 'threshold', lambda recipe: Way(Threshold(recipe.n_layer, recipe.n_head)))
-    r = get_recipe('tiny', **{k: getattr(TOY, k) for k in ('n_layer', 'd_model', 'n_head', 'n_persistent', 'seg_len', 'mem_len',
-                   'batch', 'steps', 'warmup', 'prune_steps', 'prune_warmup', 'gate_steps', 'lam_warmup', 'eval_tokens')},
-                   method='threshold')
+    r = replace(TOY, method='threshold')
     rows = run(r, None, tmp_path/'run')
     (heads,) = {x['heads'] for x in rows if x['model'] in ('gated', 'pruned')}
     assert 0 < heads < 8

@@ -185,7 +185,7 @@ def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))
     assert same(world/'lost', world/'done')
     with pytest.raises(OSError, match='checkpoint=lost2/baseline: model.safetensors is damaged'): edited(world, 'lost2', lambda folder: (folder/'baseline'/'model.safetensors').write_text('xx'))
-    with pytest.raises(FileNotFoundError, match='run_dir=lost3: no corpus.json'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
+    with pytest.raises(FileNotFoundError, match='run_dir=lost3: corpus.json is missing'): edited(world, 'lost3', lambda folder: (folder/'corpus.json').unlink())
 
 class Below(HeadGates): # whose numbers mean something else than those of `HeadGates`
     "Open where pi is below its mean."

@@ -32,25 +32,20 @@ def infer(self: LM,
     z: Tensor|None = None # (l h) head multipliers
 ) -> tuple[Tensor, list[Cached|None]]: # logits (b t v); the cache with these symbols
     "Logits and a cache, of a model whose weights are fixed."
-    if self.training: raise ValueError('training=True: dropout would act; call model.eval() first')
-    if cache is None: cache = self.start_cache(len(ids))
-    want = [layer.attn and (len(ids), layer.attn.h) for layer in self.layers]
-    if [c and c.k.shape[:2] for c in cache] != want:
-        raise ValueError(f'cache: not of this model and {len(ids)} streams; give what infer returned')
-    return self(ids, mems=cache, z=z)
+    assert not self.training, 'dropout would act; call model.eval() first'
+    return self(ids, mems=self.start_cache(len(ids)) if cache is None else cache, z=z)
 
 # %% ../../nbs/engine/06_generate.ipynb #f0966514
 @patch
 def write(self: LM,
     ids: Tensor, # (b t), the text so far
     n: int, # symbols to add
-    temperature: float = 1., # logits are divided by it; (nearly) 0: always the most probable symbol
+    temperature: float = 1., # logits are divided by it; 0: always the most probable symbol
     z: Tensor|None = None, # (l h) head multipliers
     top_k: int = 0 # only the most probable symbols are drawn; 0: all
 ) -> Iterator[Tensor]: # (b 1), n times
     "Go on writing, one symbol at a time."
-    if not (temperature >= 0 and top_k >= 0):
-        raise ValueError(f'temperature={temperature}, top_k={top_k}: not both from 0 on')
+    assert temperature >= 0, temperature
     cache = None
     for _ in range(n):
         logits, cache = self.infer(ids, cache, z)
@@ -58,7 +53,7 @@ def write(self: LM,
         if 0 < top_k < last.shape[1]:
             last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
         best, ids = last.max(-1, keepdim=True)
-        if temperature > 1e-30: ids = ((last - best) / temperature).softmax(-1).multinomial(1)
+        if temperature: ids = ((last - best) / temperature).softmax(-1).multinomial(1)
         yield ids
 
 @patch
