@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
-from torch import nn, Tensor
+from torch import nn
 from tqdm import trange
 from .gates import HeadGates
 from .hf_heads import KINDS, expected_shape, masked, present, remove_heads, shape
