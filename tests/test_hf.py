@@ -93,6 +93,47 @@ def test_reloaded_is_the_same(kind, task, tmp_path):
     assert not any(told[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
     assert same(again, small) and torch.equal(hidden(again), hidden(small))
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_neurons_and_pruning_again(kind, tmp_path):
+    model = made(kind, dtype=torch.float64)
+    shape = hf.shape(model, 'both', 8)
+    z = torch.rand(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    z *= z > .4
+    z[1, 4:] = 0  # no neurons
+    with hf.masked(model, z, 'both'): want = hidden(model)
+    small = hf.remove_heads(model, z != 0, z, 'both')
+    assert (hidden(small) - want).abs().max() < 1e-10 and small.num_parameters() < model.num_parameters()
+    cost = hf.HFHeads(model, None, 'both', 8).costs() # parameters of a unit, without biases of inputs that stay
+    assert model.num_parameters() - small.num_parameters() == ((z == 0) * cost).sum()
+    small.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(hidden(again.eval()), hidden(small))
+    less = z * (torch.arange(shape[1]) != 2) * (torch.arange(shape[1]) != shape[1] - 1)
+    with hf.masked(model, less, 'both'): want = hidden(model)
+    with hf.masked(again, (less != 0).double(), 'both'): masked = hidden(again)
+    assert (masked - want).abs().max() < 1e-10
+    smaller = hf.remove_heads(again, less != 0, units='both', inplace=True)
+    assert smaller is again and (hidden(smaller) - want).abs().max() < 1e-10
+
+@pytest.mark.parametrize('kind', ['distilbert', 'llama'])
+def test_train_gates(kind):
+    model, batches = for_scores(kind)
+    before = copy.deepcopy(model.train())
+    def open_units(*args, **kwargs):
+        gates = hf.train_gates(model, *args, steps=12, **kwargs)
+        assert gates.frozen and not gates.training
+        return gates.open_mask()
+    half = open_units(batches, .5)
+    assert half.sum() == 6 and torch.equal(half, open_units(batches, .5))
+    assert open_units([BATCH], 1/3).sum() == 8 # without labels
+    assert open_units(batches, .25, loss=lambda model, x: model(**x).loss).sum() == 9
+    cost, both = hf.HFHeads(model, None, 'both', 8).costs(), open_units(batches, .3, 'both', 8)
+    assert .3 - cost.max() / cost.sum() / 3 <= 1 - (both * cost).sum() / cost.sum() / 3 <= .3 + 1e-6
+    small = hf.remove_heads(model, half)
+    gates = hf.train_gates(small, batches, .75, steps=12) # a pruned model loses more
+    assert gates.open_mask().sum() == 3 and not (gates.open_mask() & ~half).any()
+    assert model.training and same(model, before) and all(p.grad is None and p.requires_grad for p in model.parameters())
+
 def test_masks_end_and_multiply():
     a, b = made('bert', 'eager'), made('distilbert')
     whole, other = hidden(a), torch.rand(3, 4)
