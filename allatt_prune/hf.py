@@ -63,6 +63,7 @@ class HFHeads:
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
         self.model, self.units, self.group, self.loss = unwrapped(model), units, group, loss
         self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
+        if any('label' in x for x in self.batches): raise ValueError('label: models call it labels')
         self.shape = shape(model, units, group)
         self.there = present(model, units, self.shape[1])
         self.targets = {}                                      # outputs of the whole model, by batch
@@ -71,7 +72,9 @@ class HFHeads:
         return [{name: x.to(self.model.device) for name, x in batch.items()} for batch in self.batches]
     def measured(self, i, x, z): # batch i, masked by z: (n) loss of each example, (n) its labels
         if self.loss:
-            with masked(self.model, z, self.units): return self.loss(self.model, x)[None], torch.ones(1)
+            with masked(self.model, z, self.units): loss = self.loss(self.model, x)
+            assert loss.dim() == 0, f'loss={tuple(loss.shape)}: not a single number'
+            return loss[None], torch.ones(1)
         if {*LABELS} & {*x}:
             with masked(self.model, z, self.units): return _losses(self.model, x)
         if i not in self.targets:
@@ -140,7 +143,7 @@ class HFHeads:
 def train_gates(
     model, # its weights are not changed
     batches, # dicts of tensors: input_ids, attention_mask, labels; read again and again
-    sparsity: float, # share to remove: of the heads; with neurons, of the parameters of heads and neurons
+    sparsity: float, # share to remove, of the whole model's units; with both kinds, of their parameters
     units: str = 'heads', group: int = 64, # as for `shape`
     *, steps: int = 300, patience: int = 50, # steps at most; and without a change of the choice, then it ends
     lr: float = .08, # of the gates
@@ -149,11 +152,14 @@ def train_gates(
 ) -> HeadGates: # frozen
     "Train gates that choose what to remove."
     heads = HFHeads(model, batches, units, group, loss)
-    costs = (heads.costs() if units == 'both' else torch.ones(heads.shape[1])).expand(heads.shape)
+    costs = heads.costs().expand(heads.shape) if units == 'both' else None # None: all the same
+    weights = torch.ones(heads.shape) if costs is None else costs
+    gone = float((weights * ~heads.there).sum() / weights.sum())
+    if gone >= sparsity: raise ValueError(f'sparsity={sparsity}: {gone:.3g} is gone already; give more')
     gates = HeadGates(*heads.shape, scale=False)
     gates.log_alpha.data[~heads.there] = -100.                 # removed before
     gates.to(heads.model.device)
-    penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(heads.model.device)
+    penalty = Target(sparsity, steps // 4, lr / 8, weights=weights / weights.sum()).to(heads.model.device)
     optimizer, data = torch.optim.Adam(gates.parameters(), lr, betas=(.9, .99)), heads.read()
     same, keep = 0, None
     with evaluating(heads.model), torch.random.fork_rng(devices=[]):
@@ -163,6 +169,8 @@ def train_gates(
             rows = data[i]['input_ids'].shape[:-1].numel()
             def draws(): return torch.stack([gates.train()() for _ in range(rows)], 1) # one for each row
             total, n = heads.measured(i, data[i], draws)
+            if not (n.sum() and total.requires_grad):
+                raise ValueError('loss: no label counts, or it does not depend on the gates')
             optimizer.zero_grad()
             (total.sum() / n.sum() + penalty(gates, step)).backward(inputs=[gates.log_alpha])
             optimizer.step()
@@ -172,6 +180,7 @@ def train_gates(
     with torch.no_grad():                                      # as many are open as should be
         pi = gates.log_alpha
         pi.copy_(torch.where(keep, pi.clamp(min=0), pi.clamp(max=-1e-6)))
+    gates.units = units                                        # for `remove_heads`
     return gates.freeze().eval()
 
 # %% ../nbs/beyond/07_hf.ipynb #4fe5bc49

@@ -32,13 +32,16 @@ def shape(
     if 'heads' in KINDS[units]: n += n_heads(model)
     if 'neurons' in KINDS[units]:
         f = layers(model)[0].get_submodule(projections(model, 'neurons')[1])
-        n += getattr(cfg, 'neuron_groups', 0) or weight_rows(f).shape[1] // group
+        width = weight_rows(f).shape[1]
+        assert getattr(cfg, 'neuron_groups', 0) or width % group == 0, f'group={group}: does not divide {width}'
+        n += getattr(cfg, 'neuron_groups', 0) or width // group
     return cfg.num_hidden_layers, n
 
 def split(model, x: Tensor, units: str) -> dict[str, Tensor]: # (... n) -> its columns, by kind of unit
     "Columns of heads, and of groups of neurons."
     h = n_heads(unwrapped(model))
     sizes = [h, x.shape[-1] - h] if units == 'both' else [x.shape[-1]]
+    if min(sizes) < 1: raise ValueError(f'units={units}: no columns for neurons among {x.shape[-1]}')
     return dict(zip(KINDS[units], x.split(sizes, -1)))
 
 def _kept(model, kind): # for each layer, the units that are there; None: all
@@ -93,11 +96,12 @@ def masked(
 @torch.no_grad()
 def remove_heads(
     model, keep, # gates; or (l n), units that stay: 1 or True, else 0 or False
-    z: Tensor|None = None, # (l n) multipliers to fold into the output projections; None: those of the gates, or 1
-    units: str = 'heads', *, inplace: bool = False # as for `shape`; False: leave the model as it is
+    z: Tensor|None = None, # (l n) multipliers to fold into the output projections; None: those of the gates; of a mask, 1
+    units: str = 'heads', # as for `shape`; gates from `train_gates` know theirs
+    *, inplace: bool = False # False: leave the model as it is
 ): # the pruned model
     "Delete heads, or neurons. The result computes what `model` computes while it is masked by z."
-    model = unwrapped(model)
+    model, units = unwrapped(model), getattr(keep, 'units', units)
     expected = expected_shape(model, keep.open_mask() if hasattr(keep, 'open_mask') else keep, units)
     keep, z = (x.cpu() for x in mask_and_z(keep, z, expected))
     there = present(model, units, expected[1])
