@@ -94,7 +94,8 @@ class HFHeads:
     @property
     def kind(self): # of one kind and all there, for what looks inside of layers
         if self.there.all() and self.units != 'both': return self.units
-        raise ValueError('model: needs all of its heads, and heads or neurons alone; other scores do not')
+        raise ValueError(f'units={self.units}: this needs heads or neurons alone, and none removed before; '
+                         'gradient, taylor and leave_one_out do not')
     def output(self, layer): return layer.get_submodule(projections(self.model, self.kind)[1])
     def _watch(self, z, hook): # hook(number of layer, layer) -> handle
         with ExitStack() as hooks, torch.no_grad():            # hooks see what is not masked yet
@@ -106,7 +107,7 @@ class HFHeads:
                 self.model(**x)
     def outputs(self, look, z=None):
         def hook(i, layer):
-            see = lambda f, args: look(i, args[0][self.real])
+            def see(f, args): look(i, args[0][self.real])
             return self.output(layer).register_forward_pre_hook(see)
         self._watch(z, hook)
     def attention(self, look, z=None):
@@ -145,9 +146,10 @@ def train_gates(
     batches, # dicts of tensors: input_ids, attention_mask, labels; read again and again
     sparsity: float, # share to remove, of the whole model's units; with both kinds, of their parameters
     units: str = 'heads', group: int = 64, # as for `shape`
-    *, steps: int = 300, patience: int = 50, # steps at most; and without a change of the choice, then it ends
+    *, steps: int = 300, # at most
+    patience: int = 50, # steps without a change of the choice, after which training ends
     lr: float = .08, # of the gates
-    loss: Callable|None = None, # of model and batch -> (); None: of the labels, else distance to the whole model
+    loss: Callable|None = None, # of model and batch -> (); None: of labels, or distance to the whole model
     seed: int = 0
 ) -> HeadGates: # frozen
     "Train gates that choose what to remove."

