@@ -9,6 +9,8 @@ __all__ = ['LABELS', 'is_causal', 'HFHeads', 'train_gates', 'gated']
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
+from unittest import mock
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from torch import nn
@@ -30,6 +32,10 @@ def is_causal(model) -> bool:
     kind = model.config.model_type.removeprefix(PRUNED)
     return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(
         transformers.CONFIG_MAPPING[kind], ()))
+
+def _labels(batch): # of a model that predicts the next token: its own tokens, without padding
+    ids = batch['input_ids']
+    return dict(labels=ids.masked_fill(batch.get('attention_mask', torch.ones_like(ids)) == 0, -100))
 
 def _labelled(model, batch): # -> logits (n ... classes), labels (n ...); those of -100 do not count
     labels = [batch[name] for name in LABELS if name in batch]
@@ -64,9 +70,13 @@ class HFHeads:
         self.model, self.units, self.group, self.loss = unwrapped(model), units, group, loss
         self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
         if any('label' in x for x in self.batches): raise ValueError('label: models call it labels')
+        if not loss and is_causal(self.model): self.batches = [_labels(x) | x for x in self.batches]
+        labelled = {bool({*LABELS} & {*x}) for x in self.batches}
+        if len(labelled) > 1: raise ValueError('labels: only some batches have them')
         self.shape = shape(model, units, group)
         self.there = present(model, units, self.shape[1])
         self.targets = {}                                      # outputs of the whole model, by batch
+        self.below = {}                                        # by batch: number and output of a layer
     def read(self): # batches on the device of the model
         assert self.batches, 'batches=None: give dicts of tensors: input_ids, attention_mask, labels'
         return [{name: x.to(self.model.device) for name, x in batch.items()} for batch in self.batches]
@@ -82,15 +92,26 @@ class HFHeads:
         with masked(self.model, z, self.units): return _distances(self.model(**x)[0], self.targets[i], x)
     def losses(self, z=None): # as in `LMHeads`; a piece is an example
         for i, x in enumerate(self.read()):
+            self.now = i
             rows, own = x['input_ids'].shape[:-1].numel(), None
             n = 1 if self.loss else len(x['input_ids'])
             if z is not None: own = repeat(z, 'l h -> l n h', n=n)
             def of_rows(): return own.repeat_interleave(rows // n, 1)
             yield *self.measured(i, x, None if z is None else of_rows), own
     @torch.no_grad()
-    def mean_loss(self, z=None): # over labels, in evaluation mode
-        with evaluating(self.model): loss, n, _ = zip(*self.losses(z))
+    def mean_loss(self, z=None, first=0): # over labels, in evaluation mode; `first` as in `LMHeads`
+        with evaluating(self.model), self._reusing(0 if self.loss else first):
+            loss, n, _ = zip(*self.losses(z))
         return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
+    def _reusing(self, first): # the layers below it are computed once for each batch
+        def reused(n, compute, *args, **kwargs):
+            if n > self.below.get(self.now, (-1,))[0]: self.below[self.now] = n, compute(*args, **kwargs)
+            return self.below[self.now][1]                     # what lower layers return is not read
+        if not first: self.below = {}
+        stack = ExitStack()
+        for n, layer in enumerate(layers(self.model)[:first]):
+            stack.enter_context(mock.patch.object(layer, 'forward', partial(reused, n, layer.forward)))
+        return stack
     @property
     def kind(self): # of one kind and all there, for what looks inside of layers
         if self.there.all() and self.units != 'both': return self.units

@@ -110,14 +110,40 @@ class Pruned:
         for kind, n in dict(heads=n_heads(self), neurons=config.neuron_groups).items():
             kept = getattr(config, f'kept_{kind}')
             if kept: shrink(self, kind, kept, [n] * len(kept))
-    def save_pretrained(self, folder, *args, **kwargs):
-        "Save the model, and the code that loads it where this package is not installed."
+    def save_pretrained(self, folder, *args, about='', **kwargs):
+        "Save the model, the code that loads it without this package, and a card that ends with `about`."
+        assert not kwargs.get('push_to_hub'), 'push_to_hub: it would forget the code; call model.push_to_hub'
         kind = self.config.model_type.removeprefix(PRUNED)
         names = {name: f'{_CODE}.Pruned{c.__name__}' for name, c in _classes(self.config_class.whole).items()}
         self.config.auto_map = names | dict(AutoConfig=f'{_CODE}.{self.config_class.__name__}')
         super().save_pretrained(folder, *args, **kwargs)
         row = f'\nadd_architecture({kind!r}, *{dataclasses.astuple(ARCHITECTURES[kind])!r})\n'
         (Path(folder)/f'{_CODE}.py').write_text(Path(__file__).read_text() + row)
+        card = Path(folder)/'README.md'
+        if not card.exists(): card.write_text(_card(self, names, about))
+
+_CARD = """---
+library_name: transformers
+{link}---
+# {name}, pruned
+
+{kept}
+
+Open it with `{auto}.from_pretrained(..., trust_remote_code=True)`; after `import allatt_prune.hf`, without it.
+
+{about}
+"""
+
+def _card(model, names, about): # names: classes in the folder, by Auto class
+    cfg, n, name = model.config, n_heads(model), model.config._name_or_path
+    local = Path(name).exists()                                # or unknown
+    heads = 'heads' if n == cfg.num_attention_heads else f'groups of {cfg.num_attention_heads // n} heads'
+    parts = (heads, n, cfg.kept_heads), ('groups of neurons', cfg.neuron_groups, cfg.kept_neurons)
+    kept = [f'{unit} kept in each layer, of {n}: {[*map(len, kept)]}' for unit, n, kept in parts if kept]
+    kind = type(model).__name__
+    auto = next((auto for auto, c in names.items() if c.endswith(f'.{kind}')), kind)
+    return _CARD.format(link='' if local else f'base_model: {name}\n', name=Path(name).name or kind,
+                        kept='\n\n'.join(kept), auto=auto, about=about)
 
 _CODE = 'modeling_allatt_prune' # this module's name in a saved folder
 

@@ -59,7 +59,8 @@ class LMHeads:
     def losses(self, z): # iterator: (n) sum of each piece, (n) its labels, (l n h) its multipliers
         z = rearrange(z, 'l h -> l 1 h')
         for loss, n in self.segments(z[:, 0]): yield loss[None] * n, torch.tensor([n]), z
-    def mean_loss(self, z): return float(evaluate(self.model, self.ids, z, self.batch)) # nats per token
+    def mean_loss(self, z, first=0): # nats per token; the layers below `first` have the z of the last calls
+        return float(evaluate(self.model, self.ids, z, self.batch))
     def watch(self, look, z): # look(layer, inputs of `attend`, (b h t d) outputs of the heads)
         attns = [layer.attn for layer in self.model.layers]
         attends = [attn.attend for attn in attns]
@@ -175,7 +176,7 @@ def leave_one_out(heads, z): # -> (l h), in the unit of the loss
     def without(i, j):
         less = z.clone()
         less[i, j] = 0
-        return heads.mean_loss(less)
+        return heads.mean_loss(less, i)
     whole, (l, h) = heads.mean_loss(z), z.shape
     losses = [without(*divmod(i, h)) for i in trange(l * h, desc='leave_one_out', disable=None)]
     return torch.tensor(losses).view(l, h) - whole

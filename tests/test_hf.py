@@ -3,7 +3,7 @@ import copy
 import pytest, torch
 transformers = pytest.importorskip('transformers')
 from torch.nn.functional import cross_entropy, pad
-from allatt_prune import hf, hf_heads, hf_models
+from allatt_prune import hf, hf_heads, hf_models, importance
 from allatt_prune.gates import HeadGates
 from allatt_prune.hf_models import TASKS
 from allatt_prune.hf_trainer import GateCallback
@@ -125,7 +125,10 @@ def test_train_gates(kind):
         return gates.open_mask()
     half = open_units(batches, .5)
     assert half.sum() == 6 and torch.equal(half, open_units(batches, .5))
-    assert open_units([BATCH], 1/3).sum() == 8 # without labels
+    own = BATCH | dict(labels=BATCH['input_ids'].masked_fill(PAD == 0, -100))
+    assert open_units([BATCH], 1/3).sum() == 8 # without labels: a decoder has its own
+    assert kind == 'distilbert' or mean_loss(model.eval(), [BATCH]) == mean_loss(model, [own])
+    model.train()
     assert open_units(batches, .25, loss=lambda model, x: model(**x).loss).sum() == 9
     cost, both = hf.HFHeads(model, None, 'both', 8).costs(), open_units(batches, .3, 'both', 8)
     assert .3 - cost.max() / cost.sum() / 3 <= 1 - (both * cost).sum() / cost.sum() / 3 <= .3 + 1e-6
@@ -136,6 +139,7 @@ def test_train_gates(kind):
     none = [dict(x, labels=torch.full_like(x['labels'], -100)) for x in batches]
     for said, ask in (('models call it labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
                       ('no label counts', lambda: open_units(none, .5)),
+                      ('only some batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('depend on the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
                       ('no columns for neurons', lambda: hf.remove_heads(model, half, units='both'))):
         with pytest.raises(ValueError, match=said): ask()
@@ -192,7 +196,13 @@ def test_a_removed_model_is_a_model_like_any_other(tmp_path):
     small(**BATCH, labels=torch.tensor([0, 1, 0])).loss.backward()
     optimizer.step()
     assert all(p.grad is not None for p in small.parameters() if p.requires_grad)
-    small.eval().save_pretrained(tmp_path)
+    small.eval().save_pretrained(tmp_path, about='Nobody chose these heads.')
+    card = (tmp_path/'README.md').read_text()
+    for said in ('[0, 3, 1]', 'of 4', '`AutoModelForSequenceClassification.from_pretrained', 'Nobody chose'): assert said in card
+    (tmp_path/'README.md').write_text('mine')
+    small.save_pretrained(tmp_path)
+    assert (tmp_path/'README.md').read_text() == 'mine'
+    with pytest.raises(AssertionError, match='push_to_hub'): small.save_pretrained(tmp_path, push_to_hub=True)
     def again(**how): return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **how)
     eager = again(attn_implementation='eager')
     assert (hidden(eager) - hidden(small)).abs().max() < 1e-5
@@ -264,6 +274,24 @@ def test_scores_say_what_they_should(kind):
     norms = score(model, None, 'magnitude').double().square()
     assert norms.sum().item() == pytest.approx(squares(model))
     assert norms[keep].sum().item() == pytest.approx(squares(hf.remove_heads(model, keep)))
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_leave_one_out_computes_lower_layers_once(kind):
+    model, batches = for_scores(kind)
+    plain, lowest = [{k: v for k, v in x.items() if k != 'labels'} for x in batches], []
+    hf_models.attention(hf.layers(model)[0], model).register_forward_hook(lambda *args: lowest.append(1))
+    def twice(model, x): return model(**x).loss + model(input_ids=x['input_ids'].flip(1), labels=x['labels']).loss
+    for data, loss, units in ((batches, None, 'heads'), (plain, None, 'both'), (batches, twice, 'heads')):
+        heads = hf.HFHeads(model, data, units, 8, loss)
+        z, n = torch.ones(heads.shape), heads.shape[1]
+        z[1, 0] = .5
+        less = [torch.where(torch.arange(3*n).view(3, n) == at, 0, z) for at in range(3*n)]
+        want = torch.tensor([*map(heads.mean_loss, less)]).view(3, n) - heads.mean_loss(z)
+        lowest.clear()
+        assert torch.equal(importance.leave_one_out(heads, z), want)
+        assert len(lowest) == (4 * (1 + 3*n) if loss else 2 * (2 + n))
+    copy.deepcopy(model)(**BATCH) # nothing is left behind
+    assert 'forward' not in vars(hf.layers(model)[0])
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_repairs(kind):
@@ -471,6 +499,8 @@ def test_the_trainer(tmp_path):
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
     with hf.gated(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
+    with pytest.raises(AssertionError, match='inside of `gated`'):
+        train(made('bert'), 'plain', callbacks=[GateCallback(HeadGates(3, 4), penalty, 8)])
     assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
