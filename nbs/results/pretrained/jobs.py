@@ -1,5 +1,6 @@
-"Runs the experiment `pretrained` in pieces: python pretrained.py DATA FOLDER [pattern]"
+"Runs the experiment `pretrained` in pieces: python jobs.py DATA FOLDER plan|tuning|look|time [names, as in a shell]"
 import importlib.util, json, lzma, random, re, sys, time, zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 from pydoc_data.topics import topics
 import numpy as np, torch, transformers
@@ -9,6 +10,7 @@ from allatt_prune.experiment import recorded
 from allatt_prune.hf_heads import masked, remove_heads, shape
 from allatt_prune.importance import METHODS, keep_mask, score
 from allatt_prune.repair import least_squares
+from allatt_prune.timing import in_turns
 transformers.logging.set_verbosity_error()
 
 RATES, SEEDS, DRAWS = (.1, .2, .3, .5), (0, 1, 2), 10
@@ -58,8 +60,8 @@ def judged(model, text, keep, units='heads', **about):
 
 class Jobs: # of SmolLM2; each returns a dictionary
     def __init__(self, data):
-        self.model, tokenizer = smollm2()
-        self.text = texts(tokenizer, data)
+        self.model, self.tokenizer = smollm2()
+        self.text = texts(self.tokenizer, data)
         self.read = batches(self.text['choose'], 8)
     def whole(self):
         precise, _ = smollm2(torch.float32)
@@ -111,6 +113,25 @@ class Jobs: # of SmolLM2; each returns a dictionary
                     parameters=small.num_parameters(), test=losses(small, self.text['test']),
                     docs=losses(small, self.text['docs']))
 
+    def look(self, groups, text): # attention of the heads of these groups (layer, group) on a sentence
+        ids = torch.tensor(self.tokenizer(text)['input_ids'])[None]
+        heads, maps = hf.HFHeads(self.model, [dict(input_ids=ids)]), {}
+        def see(i, p, away): maps.update({(i, j): p[j].mul(1000).round().int().tolist() for j in range(len(p)) if (i, j) in groups})
+        heads.attention(see) # (heads t s) of each group, in thousandths
+        return dict(tokens=[self.tokenizer.decode(x) for x in ids[0]], groups=groups, maps=[maps[g] for g in groups])
+    def time(self, masks): # of 512 tokens, and of each of 64 that are written; whole and pruned, in turns
+        model, _ = smollm2(torch.float32)
+        nets = dict(whole=model) | {name: remove_heads(model, keep) for name, keep in masks.items()}
+        x, start = self.text['test'][:1], self.text['test'][:1, :16]
+        def write(net): return net.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+        found = {}
+        with torch.inference_mode():
+            for name, job, n in (('forward', lambda net: net(input_ids=x, logits_to_keep=1), 512), ('generate', write, 64)):
+                t = in_turns([lambda net=net: job(net) for net in nets.values()], repeats=11)
+                found[name] = {k: dict(ms=x.median / n, quartiles=[q / n for q in x.quartiles]) for k, x in zip(nets, t)}
+        return dict(found, parameters={k: net.num_parameters() for k, net in nets.items()},
+                    blocks={k: sum(p.numel() for p in hf.layers(net).parameters()) for k, net in nets.items()})
+
 def masks(folder): # -> function of method and rate: the mask of seed 0
     def stored(name): return json.loads((folder/f'{name}.json').read_text())['runs']
     def mask(method, rate):
@@ -147,10 +168,19 @@ def tuning(jobs, folder):
     mask = masks(folder)
     for m in TUNED: yield f'tuned-{m}-0.2', lambda: jobs.tuned(m, mask(m, .2), 0)
 
+SENTENCE = 'When Anna and Peter had found the key, she gave it to him, and he opened the old door.'
+def looking(jobs, folder): # at the group whose loss alone costs most, and at one that all seeds remove
+    yield 'look', lambda: jobs.look([(1, 1), (19, 0)], SENTENCE)
+
+def timing(jobs, folder): # on a quiet machine
+    mask = masks(folder)
+    yield 'time', lambda: jobs.time({f'gates {r}': mask('gates', r) for r in (.2, .5)})
+
 if __name__ == '__main__':
-    data, folder, which = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    data, folder, which, only = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ['*'])[0]
     jobs = Jobs(data)
-    for name, f in dict(plan=plan, tuning=tuning, scores=only_scores)[which](jobs, folder):
+    for name, f in dict(plan=plan, tuning=tuning, scores=only_scores, look=looking, time=timing)[which](jobs, folder):
+        if not fnmatch(name, only): continue
         since = time.time()
         try: recorded(folder/f'{name}.json', f)
         except FileNotFoundError as e: print(name, 'waits for', e); continue
