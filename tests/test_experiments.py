@@ -24,7 +24,7 @@ def test_every_printed_table_follows_from_the_results(path):
     cells = read_nb(path).cells
     files = re.findall(r"'\.\./results/([\w-]+\.json)'", ''.join(map(source, cells)))
     assert all((FOLDER.parent/'results'/name).exists() for name in files) # or the experiment would run here
-    assert files or path.stem in ('books', 'speed')
+    assert files or path.stem == 'speed'
     shell, compared = CaptureShell(), 0
     shell.run_cell('%matplotlib inline')
     with contextlib.chdir(path.parent):
@@ -39,14 +39,12 @@ def test_every_printed_table_follows_from_the_results(path):
     assert compared >= 2
 
 def test_the_first_page_repeats_the_verdicts():
-    readme = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8')
-    for path in NOTEBOOKS:
-        text = '\n'.join(source(c) for c in read_nb(path).cells if c.cell_type == 'markdown')
-        after = text.partition('## The verdict')[2]
-        if not after: continue # tests no claim of the paper
-        verdict = re.match(r'\s*(\*\*.+?\*\*.*?\.)(?=\s)', after)[1] # with its first sentence
-        lines = [line for line in readme.splitlines() if f'experiments/{path.name})' in line]
-        assert any(line.endswith(f'| {verdict} |') for line in lines), f'{path.name}: README.md does not say {verdict}'
+    readme, rows = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8'), 0
+    for name, verdict in re.findall(r'^\| .+\(nbs/experiments/(\w+)\.ipynb\).+?\| (\*\*.+?\*\*) \|', readme, re.M):
+        text = '\n'.join(source(c) for c in read_nb(FOLDER/f'{name}.ipynb').cells if c.cell_type == 'markdown')
+        assert text.partition('## The verdict')[2].lstrip().startswith(verdict.rstrip('*.')), name
+        rows += 1
+    assert rows == 5 # claims of the paper
 
 def test_the_list_of_differences_names_what_is_measured():
     text = next(s for s in map(source, read_nb(FOLDER/'differences.ipynb').cells) if s.startswith('## The list'))
@@ -63,7 +61,7 @@ def training(phase, recipe, environment, corpus=None): # everything that decides
     return phase, corpus or recipe['corpus'], *where, repr(get_recipe('text8', **settings))
 
 def trainings(found): # of all result files: the training run, and its heads, bits or perplexity
-    runs = [f for n in ('tiny', 'books', 'books-word', 'table1', 'figure3') for f in found[n].get('runs', [found[n]])]
+    runs = [f for n in ('tiny', 'table1', 'figure3') for f in found[n].get('runs', [found[n]])]
     runs += found['choice']['gates'] + [f for f in found['choice']['early'] if f['part'] == 64]
     for f in runs:
         for row in f['rows']:

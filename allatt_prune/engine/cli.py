@@ -59,7 +59,9 @@ def _train(args): # run, train and prune
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # the first process speaks for all
-    print(engine.report.table(rows), engine.report.LEGEND, f'report: {run_dir}/report.md', sep='\n\n')
+    report = engine.report
+    told = report.summary(rows), report.table(rows), report.LEGEND, f'report: {run_dir}/report.md'
+    print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
 def _evaluate(args):
