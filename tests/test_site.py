@@ -51,6 +51,12 @@ def test_pages_link_and_need_nothing_from_elsewhere(site):
         for room in script().ROOMS: assert f'{room}</span>' in page
     assert (site/'_static'/'mathjax'/'tex-chtml.js').exists() and 'tex-chtml.js' in (site/'attention.html').read_text(encoding='utf-8')
 
+def test_every_floor_has_its_reference(site):
+    for folder, name in (('method', 'remove_heads'), ('engine', 'load_corpus'), ('beyond', 'train_gates')):
+        page = re.sub('<[^>]+>', '', (site/'api'/f'{folder}.html').read_text(encoding='utf-8'))
+        assert re.search(rf'def {name}\(.+?# ', page, re.S)
+    assert 'tag_hide-input' in (site/'experiments'/'best.html').read_text(encoding='utf-8')
+
 def test_search_knows_the_texts(site):
     index = (site/'searchindex.js').read_text(encoding='utf-8')
     assert all(word in index for word in ('persist', 'straight', 'attention', 'experiments/table1'))
