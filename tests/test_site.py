@@ -49,7 +49,7 @@ def test_pages_link_and_need_nothing_from_elsewhere(site):
         assert not [x for x in links if not ((site/path.relative_to(ROOT/'nbs')).parent/x).exists()]
         assert '#|' not in re.sub('<[^>]+>', '', page) and not re.search(r'class="[^"]*traceback', page)
         for room in script().ROOMS: assert f'{room}</span>' in page
-    assert (site/'_static'/'mathjax'/'tex-chtml.js').exists() and 'tex-chtml.js' in (site/'attention.html').read_text(encoding='utf-8')
+    assert (site/'_static'/'mathjax'/'tex-chtml.js').exists() and 'tex-chtml.js' in (site/'method'/'01_attention.html').read_text(encoding='utf-8')
 
 def test_every_floor_has_its_reference(site):
     for folder, name in (('method', 'remove_heads'), ('engine', 'load_corpus'), ('beyond', 'train_gates')):
