@@ -373,7 +373,7 @@ def test_real_signals(world):
         results = [pool.submit(one, i) for i in range(len(cases))]
     for i, ((what, sig), result) in enumerate(zip(cases, results)):
         status, err = result.result()
-        assert status == 128 + sig and err.splitlines()[-1] == f'allatt-prune: stopped by {sig.name}; --resume goes on with what was begun', (what, err)
+        assert status == 128 + sig and err.splitlines()[-1] == f'allatt-prune: stopped by {sig.name}; use --resume to continue', (what, err)
         assert not [line for line in err.splitlines()[:-1] if not line.endswith((' left', ': read as char (a-z and space)'))], err
         run(running.stored_recipe(f'signal{i}'), run_dir=f'signal{i}', device='cpu', resume=True)
         assert same(world/f'signal{i}', world/('whole-evaluation' if what == 'evaluation' else 'whole-training')), (what, sig)

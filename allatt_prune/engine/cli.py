@@ -217,7 +217,7 @@ def main(argv: list[str]|None = None): # None: the arguments of the process
     args.settings = {f: x for f, x in vars(args).items() if f in SETTINGS and x is not None}
     try: return args.job(args)
     except KeyboardInterrupt as e:
-        hint = '--resume goes on with what was begun' if 'resume' in args else 'start it again'
+        hint = 'use --resume to continue' if 'resume' in args else 'run the command again'
         _fail(f'{e}; {hint}', 128 + getattr(e, 'signum', signal.SIGINT))
     except Exception as e:
         if args.debug: raise
