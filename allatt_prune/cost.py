@@ -26,7 +26,7 @@ def count_macs(
     cfg: LMConfig|LM, # configuration, or a model that has one
     batch: int = 1, # number of streams sharing the relative keys
     *, keys: int|None = None, # context keys scored per query; None: S+T (plain attention)
-    cached: bool = False, # skip projections of memory and relative keys?
+    cached: bool = False, # skip the projections of memory and relative keys
     shares: list[float]|None = None # share of the words in each cluster; None: score all
 ) -> dict[str, float]: # MACs per token: blocks, softmax, total
     "Count multiply-accumulates (MACs) of a forward pass. Paper, Figure 1."

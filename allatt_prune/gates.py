@@ -42,7 +42,7 @@ class HeadGates(nn.Module):
         n_layer: int, # number of layers l
         n_head: int, # heads per layer h
         init: float = 2., # initial pi; 2 means 88 % open (paper, §3.3)
-        *, scale: bool = True # multiply by s_g? (paper, equation 3)
+        *, scale: bool = True # multiply by s_g (paper, equation 3)
     ):
         super().__init__()
         self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init)))
