@@ -22,12 +22,12 @@ def bin_concrete(log_alpha: Tensor) -> Tensor: # pi -> s' in [0, 1], same shape
 
 # %% ../nbs/method/04_gates.ipynb #72d45299
 def straight_through(s: Tensor) -> Tensor: # s' in [0, 1] -> 0 or 1, with the gradient of s'
-    "Round at 1/2 in the forward pass; pass gradients through unchanged. Paper, §3.2."
+    "Round at 1/2 (the discrete gate of the paper, §3.2); pass gradients through unchanged."
     return s + ((s >= .5).to(s.dtype) - s).detach()
 
 # %% ../nbs/method/04_gates.ipynb #d428d992
 def l0_prob(log_alpha: Tensor) -> Tensor: # pi -> P(s' > 0), same shape
-    "Probability that a BinConcrete variable is not zero, one term of the L0 loss. Paper, §3.2."
+    "Probability that a BinConcrete variable is not zero, one term of the L0 loss. arXiv 1712.01312."
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 # %% ../nbs/method/04_gates.ipynb #bf49168e

@@ -86,7 +86,7 @@ def lr_at(step: int, r: Recipe) -> float: # step: 0 .. steps-1
 
 # %% ../nbs/method/05_train.ipynb #dd21d7a2
 def make_optimizers(model: LM, gates: nn.Module|None, r: Recipe) -> list: # of the model; of the gates
-    "Make LAMB or AdamW for the model, Adam for the gates. Paper, §4.1.2."
+    "Make LAMB (paper, §4.1.2) or AdamW for the model, Adam for the gates."
     kwargs = dict(betas=(.9, .99), weight_decay=0.)
     if r.optimizer == 'lamb':
         from pytorch_optimizer import Lamb                     # here, because it takes a second
