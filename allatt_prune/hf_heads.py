@@ -23,7 +23,7 @@ KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons']) # 
 def shape(
     model, units: str = 'heads', # heads, neurons (in groups) or both
     group: int = 64 # neurons per group
-) -> tuple[int, int]: # layers l, units n per layer, those removed included
+) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
     model = unwrapped(model)
     cfg, n = model.config, 0
