@@ -26,7 +26,7 @@ def gram(heads) -> list[Tensor]: # (hd+1 hd+1) of each layer, float64
 def mean_fit(
     G: Tensor, # (k k) Gram matrix of the inputs of an output projection; the last input is 1
     W: Tensor, # (k c) its weights; the last row is its bias
-    stays: Tensor # (k), True for the inputs to keep; always for the last
+    stays: Tensor # (k), True for kept inputs; the last is always kept
 ) -> Tensor: # new weights of these inputs
     "Add the mean contribution of the removed inputs to the bias."
     found, mean = W[stays], G[-1] / G[-1, -1]
