@@ -92,7 +92,7 @@ class Recipe(LMConfig):
     gate_lr: float = 1e-3 # constant learning rate of the gates
     gate_init: float = 2. # initial pi, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
-    method: str = 'gates' # how to choose heads: gates or subset (trained), or a score
+    method: str = 'gates' # how to choose heads: gates (trained), or a score
     sparsity: float = 0. # share of heads to remove; 0: as many as trained gates close at lam
     per_layer: bool = False # with a score, remove the same share in every layer
     score_tokens: int = 10_000 # tokens of training text read by a score

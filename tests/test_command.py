@@ -190,7 +190,6 @@ def test_heads_chosen_by_a_score(folder):
 @pytest.mark.parametrize('recipe,wish,kept,said', [
     ('tiny', '', None, 'method gates; sparsity 0.0; lam 0.1'),
     ('tiny', '--heads 3', 3, 'method gates; sparsity 0.625'),
-    ('tiny', '--sparsity .5 --method subset', 4, 'method subset; sparsity 0.5'),
     ('best', '--sparsity .5', 4, 'method leave_one_out; sparsity 0.5'),
     ('best', '--method random', 5, 'method random; sparsity 0.4')])
 def test_options_change_single_settings_of_a_recipe(folder, recipe, wish, kept, said):

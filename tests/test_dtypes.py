@@ -55,7 +55,7 @@ def test_scores(dtype, method):
 TOY = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=8, steps=4, warmup=1, prune_steps=4,
            prune_warmup=1, gate_steps=3, lam_warmup=2, dropout=.1, attn_dropout=.1)
 SETTINGS = dict(plain={}, teacher=dict(teacher=.5), no_dropout=dict(prune_dropout=False), unscaled=dict(output_scale=False),
-                sparsity=dict(sparsity=.5), subset=dict(sparsity=.5, method='subset'))
+                sparsity=dict(sparsity=.5))
 
 @pytest.mark.parametrize('setting', SETTINGS)
 def test_training(setting):

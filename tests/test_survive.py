@@ -193,7 +193,7 @@ class Below(HeadGates): # whose numbers mean something else than those of `HeadG
 
 def below(recipe): return Way(Below(recipe.n_layer, recipe.n_head, scale=False))
 
-@pytest.mark.parametrize('way,asked', ((below, {}), (way, {}), (way, dict(sparsity=.5)), (way, dict(sparsity=.5, method='subset'))))
+@pytest.mark.parametrize('way,asked', ((below, {}), (way, {}), (way, dict(sparsity=.5))))
 def test_gates_come_back_as_what_they_were(world, way, asked):
     name, recipe = '-'.join(['class', way.__name__, *asked]), get_recipe('tiny', **SMALL | asked, corpus='own.txt')
     def go(**kwargs): return [{k: x for k, x in r.items() if k not in ('ms', 'spread')}

@@ -19,11 +19,10 @@ TOY = get_recipe('tiny', n_layer=3, d_model=32, n_head=4, n_persistent=8, seg_le
 @pytest.fixture(scope='module')
 def corpus(): return load_corpus('pydocs')
 
-@pytest.mark.parametrize('method', ['gates', 'subset'])
 @pytest.mark.parametrize('sparsity', [.1, .5, .75])
-def test_the_count_is_exact(corpus, method, sparsity):
+def test_the_count_is_exact(corpus, sparsity):
     for seed in range(5):
-        r = replace(TOY, method=method, sparsity=sparsity, seed=seed)
+        r = replace(TOY, sparsity=sparsity, seed=seed)
         mine = way(r)
         torch.manual_seed(seed)
         records = train(LM(r.config(27)), corpus, r, mine.gates, penalty=mine.penalty)
@@ -42,9 +41,8 @@ def test_freezing_at_a_number_whatever_the_gates_are(rows):
         once = gates.log_alpha.clone()
         assert torch.equal(gates.freeze().log_alpha, once)                               # twice is once
 
-@pytest.mark.parametrize('method', ['gates', 'subset'])
-def test_interrupted_it_ends_with_the_same_bits(corpus, method, tmp_path):
-    r = replace(TOY, method=method, sparsity=.5, save_every=4)
+def test_interrupted_it_ends_with_the_same_bits(corpus, tmp_path):
+    r = replace(TOY, sparsity=.5, save_every=4)
     def go(folder, stop=None):
         torch.manual_seed(0)
         mine, model = way(r), LM(r.config(27))
@@ -59,7 +57,7 @@ def test_interrupted_it_ends_with_the_same_bits(corpus, method, tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(whole, go('b'), strict=True))
 
 def test_a_run_with_a_share_says_so_and_goes_on(tmp_path):
-    for method, models in dict(gates=4, subset=4, gradient=3).items():
+    for method, models in dict(gates=4, gradient=3).items():
         r = replace(TOY, method=method, sparsity=.25)
         rows = run(r, None, tmp_path/method)
         assert len(rows) == models and {x['heads'] for x in rows if x['model'] in ('gated', 'pruned')} == {9}
@@ -82,7 +80,7 @@ def test_heads_are_removed_to_the_number_also_before_gates_are_frozen():
     assert sum(remove_heads(LM(TOY.config(27)), gates).cfg.layer_heads) == 5 and not gates.frozen
 
 @pytest.mark.parametrize('wrong,said', [
-    (dict(method='subset'), 'no head would go'), (dict(method='taylor'), 'no head would go'), (dict(sparsity=.04), 'no head would go'),
+    (dict(method='taylor'), 'no head would go'), (dict(sparsity=.04), 'no head would go'),
     (dict(method='taylor', sparsity=.9, per_layer=True), 'all heads would go'), (dict(sparsity=.97), 'all heads would go'),
     (dict(repair='least_squares'), 'for scores'), (dict(per_layer=True), 'for scores'), (dict(method='magic'), 'method=magic'),
     (dict(method='taylor', sparsity=.5, score_tokens=128), 'need 129'), (dict(method='entropy', sparsity=.5, score_tokens=256), 'need 257')])
