@@ -12,7 +12,7 @@ import numpy as np, torch
 from torch import nn, Tensor
 
 # %% ../nbs/method/04_gates.ipynb #4a6545d6
-BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature (authors' code); stretch (arXiv 1712.01312)
+BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature (the paper's code); stretch (arXiv 1712.01312)
 
 def bin_concrete(log_alpha: Tensor) -> Tensor: # pi -> s' in [0, 1], same shape
     "Sample stretched and clipped BinConcrete variables. Paper, §3.2; arXiv 1712.01312."
