@@ -69,7 +69,8 @@ class HFHeads:
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
         self.model, self.units, self.group, self.loss = unwrapped(model), units, group, loss
         self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
-        if any('label' in x for x in self.batches): raise ValueError('label: models call it labels')
+        for name in ('label', 'label_ids'):
+            if any(name in x for x in self.batches): raise ValueError(f'{name}: models call it labels')
         if not loss and is_causal(self.model): self.batches = [_labels(x) | x for x in self.batches]
         labelled = {bool({*LABELS} & {*x}) for x in self.batches}
         if len(labelled) > 1: raise ValueError('labels: only some batches have them')

@@ -168,6 +168,8 @@ def gradients(heads, z): # -> (pieces l h), with sum -z dL/dz
     for loss, n, own in heads.losses(z.clone().requires_grad_()):
         grads.append(rearrange(torch.autograd.grad(loss.sum(), own)[0].double(), 'l n h -> n l h'))
         count += n.sum().item()
+    if not any(g.any() for g in grads):
+        raise ValueError('scores: the loss has no slope here, as without labels; give labels, or use leave_one_out')
     return -z.double() * torch.cat(grads) / count
 
 @torch.no_grad()

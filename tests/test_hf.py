@@ -178,6 +178,7 @@ def test_wrong_numbers_are_refused():
                       ('', lambda: hf.gated(bert, HeadGates(4, 3))),
                       ('', lambda: hf.remove_heads(bert, KEEP, torch.ones(3, 4))),     # still open
                       ('Quantized: not plain; merge adapters', lambda: hf.remove_heads(odd, KEEP)),
+                      ('no slope', lambda: score(bert, plain, 'gradient')), ('call it labels', lambda: score(bert, plain | dict(label_ids=IDS), 'taylor')),
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
         with pytest.raises(ValueError, match=said): ask()
     for ask in (lambda: score(bert.train(), [], 'output_difference'),

@@ -119,15 +119,15 @@ class Jobs: # of SmolLM2; each returns a dictionary
         def see(i, p, away): maps.update({(i, j): p[j].mul(1000).round().int().tolist() for j in range(len(p)) if (i, j) in groups})
         heads.attention(see) # (heads t s) of each group, in thousandths
         return dict(tokens=[self.tokenizer.decode(x) for x in ids[0]], groups=groups, maps=[maps[g] for g in groups])
-    def time(self, masks): # of 512 tokens, and of each of 64 that are written; whole and pruned, in turns
+    def time(self, masks): # of 512 tokens, and of each of 24 that are written; whole and pruned, in turns
         model, _ = smollm2(torch.float32)
         nets = dict(whole=model) | {name: remove_heads(model, keep) for name, keep in masks.items()}
         x, start = self.text['test'][:1], self.text['test'][:1, :16]
-        def write(net): return net.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+        def write(net): return net.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         found = {}
         with torch.inference_mode():
-            for name, job, n in (('forward', lambda net: net(input_ids=x, logits_to_keep=1), 512), ('generate', write, 64)):
-                t = in_turns([lambda net=net: job(net) for net in nets.values()], repeats=11)
+            for name, job, n in (('forward', lambda net: net(input_ids=x, logits_to_keep=1), 512), ("generate", write, 24)):
+                t = in_turns([lambda net=net: job(net) for net in nets.values()], repeats=5)
                 found[name] = {k: dict(ms=x.median / n, quartiles=[q / n for q in x.quartiles]) for k, x in zip(nets, t)}
         return dict(found, parameters={k: net.num_parameters() for k, net in nets.items()},
                     blocks={k: sum(p.numel() for p in hf.layers(net).parameters()) for k, net in nets.items()})
