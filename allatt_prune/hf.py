@@ -16,7 +16,7 @@ from einops import rearrange, reduce, repeat
 from torch import nn
 from tqdm import trange
 from .gates import HeadGates
-from .hf_heads import KINDS, expected_shape, masked, present, remove_heads, shape
+from .hf_heads import expected_shape, masked, present, remove_heads, shape, split
 from .hf_models import (ARCHITECTURES, PRUNED, add_architecture, attention, layers, projections,
                                     weight_rows)
 from .importance import evaluating, keep_mask
@@ -157,9 +157,14 @@ class HFHeads:
         rows = [rearrange(p, '(b n d) c -> n (b d c)', b=blocks, n=n) for p in rows]
         return torch.cat([*rows, rearrange(self.projection(i)[0], '(n d) c -> n (d c)', n=n)], 1)
     def costs(self): # (n) parameters of each unit
-        model = self.model
-        parts = [HFHeads(model, None, kind, self.group) for kind in KINDS[self.units]]
-        return torch.cat([torch.full((x.shape[1],), float(x.parameters(0).shape[1])) for x in parts])
+        model, found = self.model, []
+        for kind, there in split(model, self.there, self.units).items():
+            i = int(there.any(1).float().argmax())             # a layer that has some
+            inputs, out = projections(model, kind)
+            fs = [layers(model)[i].get_submodule(path) for path in (*inputs, out)]
+            size = sum(f.weight.numel() for f in fs) + sum(f.bias.numel() for f in fs[:-1] if f.bias is not None)
+            found.append(torch.full((there.shape[1],), size / float(there[i].sum())))
+        return torch.cat(found)
     def remove(self, keep, z=None): return remove_heads(self.model, keep, z, self.units)
 
 # %% ../nbs/beyond/07_hf.ipynb #795427b5

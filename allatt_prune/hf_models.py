@@ -120,7 +120,7 @@ class Pruned:
         row = f'\nadd_architecture({kind!r}, *{dataclasses.astuple(ARCHITECTURES[kind])!r})\n'
         (Path(folder)/f'{_CODE}.py').write_text(Path(__file__).read_text() + row)
         card = Path(folder)/'README.md'
-        if not card.exists(): card.write_text(_card(self, names, about))
+        if about or not card.exists(): card.write_text(_card(self, names, about))
 
 _CARD = """---
 library_name: transformers

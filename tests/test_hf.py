@@ -133,7 +133,9 @@ def test_train_gates(kind):
     cost, both = hf.HFHeads(model, None, 'both', 8).costs(), open_units(batches, .3, 'both', 8)
     assert .3 - cost.max() / cost.sum() / 3 <= 1 - (both * cost).sum() / cost.sum() / 3 <= .3 + 1e-6
     both = hf.train_gates(model, batches, .5, 'both', 8, steps=12)
-    assert hf.remove_heads(model, both).config.neuron_groups                           # gates know their units
+    less = hf.remove_heads(model, both)
+    assert less.config.neuron_groups and torch.equal(hf.HFHeads(less, None, 'both', 8).costs(), cost) # gates know their units
+    assert hf.train_gates(less, batches, .6, 'both', 8, steps=12).open_mask().sum() < both.open_mask().sum()
     for rate in (.2, .3, .45): # as many as by scores
         assert open_units(batches, rate).sum() == keep_mask(torch.zeros(3, 4), rate).sum()
     none = [dict(x, labels=torch.full_like(x['labels'], -100)) for x in batches]
