@@ -45,9 +45,10 @@ def measure(
     for name, m, z, t, n in zip(names, nets, zs, times, macs):
         valid, test = (evaluate(m, ids, z, after=lambda n: bar.update(n=n)) for ids in splits)
         heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
+        size = count_params(m)
         rows.append(dict(
-            model=name, heads=heads, of=m.cfg.n_layer*m.cfg.n_head, blocks=count_params(m)['blocks'],
-            params=count_params(m)['total'], macs=round(n), unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
+            model=name, heads=heads, of=m.cfg.n_layer*m.cfg.n_head, blocks=size['blocks'], params=size['total'],
+            macs=round(n), unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
             tokens=[valid.tokens, test.tokens], ms=t.median, spread=t.spread))
     bar.close()
     return rows
