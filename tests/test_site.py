@@ -59,7 +59,7 @@ def test_every_floor_has_its_reference(site):
 
 def test_search_knows_the_texts(site):
     index = (site/'searchindex.js').read_text(encoding='utf-8')
-    assert all(word in index for word in ('persist', 'straight', 'attention', 'experiments/table1'))
+    assert all(word in index for word in ('persist', 'straight', 'attention', 'experiments/tables'))
 
 def test_tables_in_outputs_are_tables(site):
-    assert '<td' in (site/'experiments'/'table1.html').read_text(encoding='utf-8').split('class="cell_output', 1)[1]
+    assert '<td' in (site/'experiments'/'tables.html').read_text(encoding='utf-8').split('class="cell_output', 1)[1]
