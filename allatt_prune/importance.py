@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
-from einops import rearrange
+from einops import rearrange, reduce
 from torch import nn, Tensor
 from tqdm import trange
 from .config import LMConfig
 from .data import Streams
 from .engine.fused import weights
-from .model import LM, wide
+from .model import LM
 from .remove import per_head, remove_heads, unwrapped
 from .train import evaluate
 
@@ -33,22 +33,19 @@ def evaluating(model: nn.Module):
 
 def tokens_needed(
     cfg: LMConfig, # or a recipe
-    batch: int = 8, # streams
-    full: bool = False # also enough to fill the memory first
+    batch: int = 8 # streams
 ) -> int:
-    "Shortest text that gives each stream one segment, in tokens."
-    return batch * cfg.seg_len * (1 + full * -(-cfg.mem_len // cfg.seg_len)) + 1
+    "Shortest text that gives each stream a full memory and one segment, in tokens."
+    return batch * cfg.seg_len * (1 + -(-cfg.mem_len // cfg.seg_len)) + 1
 
 # %% ../nbs/beyond/00_importance.ipynb #7c1f0a52
 class LMHeads:
     "Adapter: the heads of an `LM` and the text it reads."
     def __init__(self, model, ids, batch=8):
         self.model, self.ids, self.batch = unwrapped(model), ids, batch
-    @property
-    def shape(self): # (l, h)
         cfg = self.model.cfg
-        if cfg.heads is None: return cfg.n_layer, cfg.n_head
-        raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
+        self.shape = cfg.n_layer, cfg.n_head
+        if cfg.heads: raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     def segments(self, z=None): # yields mean loss, number of targets
         ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
         if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
@@ -75,7 +72,7 @@ class LMHeads:
     def outputs(self, look, z=None): # look(layer, (tokens hd))
         self.watch(lambda i, args, out: look(i, rearrange(out, 'b h t d -> (b t) (h d)')), z)
     def attention(self, look, z=None): # look(layer, (h b t k) weights, (m) distances)
-        given, n = len(self.ids), tokens_needed(self.model.cfg, self.batch, full=True)
+        given, n = len(self.ids), tokens_needed(self.model.cfg, self.batch)
         if given < n: raise ValueError(f'score_tokens={given}: {self.batch} streams need {n} to fill it')
         def see(i, args, out):
             q, k, _, r, u, w, pk, _ = args
@@ -152,15 +149,13 @@ def output_difference(heads, z): # -> (l h), from 0
     l, h = z.shape
     found = torch.zeros(2, l, h, dtype=torch.float64)
     def look(i, x):
-        w, total = rearrange(heads.projection(i)[0], '(h d) c -> h d c', h=h), 0
-        x = rearrange(x, 'n (h d) -> h n d', h=h)
-        for j in range(h):
-            part = wide(x[j]) @ wide(w[j]) * z[i, j]
-            found[0, i, j] += part.double().square().sum().cpu()
-            total = total + part
-        found[1, i] += total.double().square().sum().cpu()
+        x, w = x.double(), heads.projection(i)[0].double()
+        x *= z[i].double().repeat_interleave(x.shape[1] // h)
+        products = (x.T @ x) * (w @ w.T)                       # the sum is the squared norm of x @ w
+        found[1, i] += products.sum().cpu()
+        found[0, i] += reduce(products, '(h d) (k e) -> h k', 'sum', h=h, k=h).diagonal().cpu()
     heads.outputs(look, z)
-    return (found[0] / found[1].clamp(min=1e-30)).sqrt()
+    return (found[0].clamp(min=0) / found[1].clamp(min=1e-30)).sqrt()
 
 def gradients(heads, z): # -> (pieces l h), with sum -z dL/dz
     "First-order rise of the loss without each head."
@@ -203,25 +198,22 @@ METHODS = dict( # functions of an adapter and z (l h)
 def score(
     model, # an `LM` with all of its heads, or a Hugging Face model
     data, # 1-D token ids; or dicts of tensors: input_ids, attention_mask, labels
-    method: str|Callable, # key of METHODS, gate, or a function of an adapter and z (l h)
+    method: str|Callable, # key of METHODS, or a function of an adapter and z (l h)
     *, z: Tensor|None = None, # (l h) head multipliers; None: all 1
     batch: int = 8, # streams of an `LM`
-    seed: int = 0, # of random
-    gates: nn.Module|None = None # trained gates, for the method gate
+    seed: int = 0 # of random
 ) -> Tensor: # (l h), higher is more important; -inf for closed heads
-    "Importance of each head. Only random, magnitude and gate do not read the data."
+    "Importance of each head. Only random and magnitude do not read the data."
     heads = heads_of(model, data, batch)
     if z is None: z = getattr(heads, 'there', torch.ones(heads.shape))
     z = per_head(z, 'z', heads.shape).float()
-    if method == 'gate': method = lambda heads, z: gates.log_alpha
     if not callable(method) and method not in METHODS:
         raise ValueError(f'method={method}: unknown; give one of {", ".join(METHODS)}')
     with torch.random.fork_rng(devices=[]), evaluating(heads.model):
         torch.manual_seed(seed)
         f = method if callable(method) else METHODS[method]
-        found = torch.as_tensor(f(heads, z.to(next(heads.model.parameters()).device)))
-    if found.shape != z.shape or found.isnan().any():
-        raise ValueError(f'scores={tuple(found.shape)}: not a number for each of {tuple(z.shape)} heads')
+        found = per_head(f(heads, z.to(next(heads.model.parameters()).device)), 'scores', heads.shape)
+    if found.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
 
 def keep_mask(

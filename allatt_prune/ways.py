@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from .config import Recipe
 from .gates import HeadGates
-from .importance import METHODS, STATISTICS, keep_mask, score, tokens_needed
+from .importance import METHODS, keep_mask, score, tokens_needed
 from .repair import REPAIRS
 from .targets import Target, TargetGates
 
@@ -45,7 +45,7 @@ def by_gates(r: Recipe) -> Way:
 def by_score(r: Recipe) -> Way:
     "Score heads, keep the best, repair the model."
     kept(r)
-    n = tokens_needed(r, full=r.method in STATISTICS)
+    n = tokens_needed(r)
     if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
     if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give one of {", ".join(REPAIRS)}')
     def choose(model, corpus):

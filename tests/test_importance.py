@@ -72,8 +72,7 @@ def test_repairs_of_whole_layers_and_of_nothing(kind):
         assert small.cfg.heads == [4, 0, 4] and math.isfinite(evaluate(small, IDS))
 
 def test_the_shortest_texts():
-    for method in ('gradient', 'entropy'):
-        n = tokens_needed(model().cfg, full=method == 'entropy')
+    for method, n in (('gradient', 8*model().cfg.seg_len + 1), ('entropy', tokens_needed(model().cfg))):
         assert score(model(), IDS[:n], method).isfinite().all()
         with pytest.raises(ValueError): score(model(), IDS[:n-1], method)
 
