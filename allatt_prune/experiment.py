@@ -96,9 +96,11 @@ def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, 
     return {f['recipe']['seed']: r for f in runs for r in f['rows'] if r['model'] == model}
 
 def each(xs: list[float], form: str) -> str: # format of a number, as for `format`
-    "The mean over seeds, followed by each seed in brackets unless all are equal."
+    "Mean ± standard deviation of three seeds or more; mean and both values of two."
     mean, *values = [format(x, form) for x in (statistics.mean(xs), *xs)]
-    return f"{mean} ({', '.join(values)})" if len(set(xs)) > 1 else mean
+    if len(set(xs)) == 1: return mean
+    if len(xs) == 2: return f"{mean} ({', '.join(values)})"
+    return f"{mean} ± {format(statistics.stdev(xs), form.lstrip('+'))}"
 
 # %% ../nbs/experiments/experiment.ipynb #aa60b4cd
 def arm_costs(

@@ -89,7 +89,9 @@ class Jobs: # of SmolLM2; each returns a dictionary
         keep = keep_mask(x, share, costs=costs.expand(x.shape) if units == 'both' else None)
         return dict(runs=found + [judged(self.model, self.text, keep, units, method=f'random, {units}', seed=seed)],
                     seconds=seconds, costs=costs.tolist())
-    def everything(self, method, keep): return dict(method=method, all=losses(self.model, self.text['all'], keep))
+    def everything(self, method, keep): # on the whole test text
+        keep = None if keep is None else keep.float()
+        return dict(method=method, all=losses(self.model, self.text['all'], keep))
     def repair(self, method, keep, n): # n rows of text
         model, _ = smollm2(torch.float32)
         x = batches(self.text['choose'][:n], 8)
@@ -157,8 +159,8 @@ def plan(jobs, folder): # names and functions, in order
         for seed in SEEDS: yield f'gates-{rate}-{seed}', lambda: jobs.gates(rate, seed)
     for seed in SEEDS:
         for units in ('both', 'heads'): yield f'both-{units}-{seed}', lambda: jobs.both(units, seed)
-    for m in ('gates', 'leave_one_out', 'gradient', 'magnitude'):
-        yield f'all-{m}', lambda: jobs.everything(m, mask(m, .2).float())
+    for m in ('gates', 'leave_one_out', 'gradient', 'magnitude', 'whole'):
+        yield f'all-{m}', lambda: jobs.everything(m, mask(m, .2))
 
 def only_scores(jobs, folder):
     for m in ('output_difference', 'taylor', 'sparsity', 'concentration', 'distance'): yield f'score-{m}', lambda: jobs.score(m)
