@@ -202,7 +202,7 @@ def test_a_model_brings_its_recipe_and_its_text(folder):
     done(folder, 'train', *own)
     for model in ('b', 'b/baseline'):
         said = done(folder, 'score', model, '--method', 'random')
-        assert 'characters of own' in said.stdout and said.stderr == ''
+        assert 'tokens of own' in said.stdout and said.stderr == ''
     done(folder, 'prune', 'b', '--sparsity', '.5', '--run-dir', 'half')
     recipe = report(folder, 'half')['recipe']
     assert (recipe['method'], recipe['sparsity'], recipe['corpus']) == ('leave_one_out', .5, 'own.txt')
