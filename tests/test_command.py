@@ -226,6 +226,12 @@ def test_sample(folder):
     assert said('--prompt', 'the sea ') == first != said('--prompt', 'the sea ', '--seed', '1')
     assert said('--temperature', '0') == said('--temperature', '0', '--seed', '3') == said('--top-k', '1')
 
+def test_time(folder):
+    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --batch 4 --corpus own.txt'.split()
+    for mem_len in ('0', '40'):
+        table = rows(done(folder, 'time', 'tiny', *small, '--mem-len', mem_len).stdout)
+        assert [row[:2] for row in table] == [['train', '8'], ['read', '8'], ['train', '4'], ['read', '4']]
+
 def test_words_with_an_adaptive_softmax(folder):
     assert '| perplexity of test text |' in done(folder, *OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w').stdout
     assert json.loads((folder/'w'/'pruned'/'config.json').read_text())['cutoffs'] == [3, 6]
