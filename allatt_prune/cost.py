@@ -24,21 +24,15 @@ def count_params(cfg: LMConfig|LM) -> dict[str, int]: # blocks, embedding, softm
 # %% ../nbs/method/07_cost.ipynb #39ae78a2
 def count_macs(
     cfg: LMConfig|LM, # configuration, or a model that has one
-    batch: int = 1, # number of streams sharing the relative keys
-    *, keys: int|None = None, # context keys scored per query; None: S+T (plain attention)
-    cached: bool = False, # skip the projections of memory and relative keys
-    shares: list[float]|None = None # share of the words in each cluster; None: score all
+    batch: int = 1 # number of streams sharing the relative keys
 ) -> dict[str, float]: # MACs per token: blocks, softmax, total
     "Count multiply-accumulates (MACs) of a forward pass. Paper, Figure 1."
     cfg = getattr(cfg, 'cfg', cfg)
     c, d, n, t, s = cfg.d_model, cfg.d_head, cfg.n_persistent, cfg.seg_len, cfg.mem_len + cfg.seg_len
-    project = 2*t*c*d + (2*t*c*d if cached else 2*s*c*d + cfg.window*c*d / batch)
-    scores = 3*t*(s if keys is None else keys)*d + 2*t*n*d
+    project = 2*t*c*d + 2*s*c*d + cfg.window*c*d / batch
+    scores = 3*t*s*d + 2*t*n*d
     blocks = (sum(cfg.layer_heads) * (project + scores) + cfg.n_layer * t * 2*c*cfg.d_ff) / t
-    (first, _), *rest = words = clusters(cfg.vocab, c, cfg.cutoffs)
-    softmax = c * (first + len(rest))
-    if rest:
-        tails = shares[1:] if shares else [1]*len(rest)
-        softmax += sum(share * width * (c + size) for share, (size, width) in zip(tails, rest))
-        softmax += c*c + sum(share * c * width for share, (_, width) in zip(shares or [1], words))
+    (first, _), *rest = clusters(cfg.vocab, c, cfg.cutoffs)
+    softmax = c * (first + len(rest)) + sum(width * (c + size) for size, width in rest)
+    if rest: softmax += 2*c*c                                  # projections at both ends
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)

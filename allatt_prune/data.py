@@ -17,9 +17,7 @@ from einops import rearrange
 # %% ../nbs/method/00_data.ipynb #12e0299a
 _digits = dict(zip('0123456789', 'zero one two three four five six seven eight nine'.split()))
 
-def normalize(
-    text: str # any text
-) -> str: # text in the 27 symbols of text8
+def normalize(text: str) -> str: # any text -> text in the 27 symbols of text8
     "Lower-case the text, spell out digits, turn all else into single spaces. Paper, §4.1.1 (text8)."
     text = re.sub('[0-9]', lambda m: f' {_digits[m[0]]} ', text.lower())
     return re.sub('[^a-z]+', ' ', text)
@@ -106,22 +104,12 @@ class Corpus:
     def hash(self) -> str: # twelve hexadecimal digits
         "Hash of the vocabulary."
         return hashlib.sha256(json.dumps([self.unit, self.vocab]).encode()).hexdigest()[:12]
-    @property
-    def units(self) -> str:
-        "Name of the symbols, plural."
-        return 'words' if self.unit == 'word' else 'characters'
-    @property
-    def kind(self) -> str:
-        "Unit and alphabet, for people."
-        kinds = dict(char='a-z and space', raw='all characters', word='words' + ' of a-z' * self.normal)
-        return f'{self.unit} ({kinds[self.unit]})'
     def decode(self, ids) -> str:
         "Convert ids back to text."
         return (' ' if self.unit == 'word' else '').join(self.vocab[i] for i in ids)
     def unknown(self, ids) -> float: # ids of this corpus -> share from 0 to 1
         "Share of the ids that encode an unknown symbol."
-        if UNKNOWN[self.unit] not in self.vocab or not len(ids): return 0.
-        return float(np.mean(np.asarray(ids) == self.vocab.index(UNKNOWN[self.unit])))
+        return sum(self.vocab[i] == UNKNOWN[self.unit] for i in ids) / len(ids)
 
 # %% ../nbs/method/00_data.ipynb #cb470028
 class Streams:

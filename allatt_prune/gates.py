@@ -50,9 +50,8 @@ class HeadGates(nn.Module):
         self.register_buffer('frozen', torch.tensor(False))
 
     def forward(self) -> Tensor: # z (l h)
-        sample = self.training and not self.frozen
-        pi = self.log_alpha
-        g = straight_through(bin_concrete(pi)) if sample else self.open_mask().to(pi.dtype)
+        if self.training and not self.frozen: g = straight_through(bin_concrete(self.log_alpha))
+        else: g = self.open_mask().to(self.log_alpha.dtype)
         return g * output_scale(g) if self.scale else g
 
     def open_mask(self) -> Tensor:
@@ -92,16 +91,14 @@ def plot_gates(
 ):
     "Plot the open probability of every gate over training steps, one panel per layer."
     import matplotlib.pyplot as plt # here, because it takes a third of a second
-    probs = np.asarray(probs)
-    _, n, h = probs.shape
-    fig, axes = plt.subplots(1, n, figsize=(1.9*n + 1.2, 2.1), sharey=True, squeeze=False)
+    _, n, h = np.shape(probs)
+    fig, axes = plt.subplots(1, n, figsize=(2*n + 1, 2.1), sharey=True, squeeze=False, layout='tight')
     for l, ax in enumerate(axes[0]):
-        ax.plot(steps, probs[:, l], lw=1, label=range(1, h + 1))
+        ax.plot(steps, np.asarray(probs)[:, l], lw=1, label=range(1, h + 1))
         ax.set(title=f'layer {l+1}', xlabel='step', ylim=(-.03, 1.03))
         if freeze is not None: ax.axvline(freeze, c='k', ls=':', lw=1)
     axes[0, 0].set_ylabel('P(open)')
     ax.legend(title='head', loc='center left', bbox_to_anchor=(1, .5), frameon=False, fontsize=7)
-    fig.tight_layout()
     return fig
 
 # %% ../nbs/method/04_gates.ipynb #b78a65d4
@@ -110,10 +107,9 @@ def plot_heads(keep): # (l h), True for kept heads
     import matplotlib.pyplot as plt
     keep = np.asarray(keep)
     n, h = keep.shape
-    fig, ax = plt.subplots(figsize=(.3*h + 1.6, .3*n + .9))
+    fig, ax = plt.subplots(figsize=(.3*h + 1.6, .3*n + .9), layout='tight')
     ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
     ax.set_xticks(np.arange(h) + .5, range(1, h + 1))
     ax.set_yticks(np.arange(n) + .5, [f'{l}  ({k})' for l, k in enumerate(keep.sum(1), 1)])
     ax.set(xlabel='head', ylabel='layer (heads kept)')
-    fig.tight_layout()
     return fig

@@ -9,7 +9,7 @@ __all__ = ['slice_heads', 'per_head', 'mask_and_z', 'unwrapped', 'remove_heads']
 import copy
 import torch
 from dataclasses import replace
-from einops import rearrange
+from einops import repeat
 from torch import nn, Tensor
 from .model import AllAttention, LM
 
@@ -19,11 +19,10 @@ def slice_heads(
 ) -> dict[str, Tensor]: # state of the smaller sub-layer
     "Select the parameters of the kept heads and fold their multipliers into W_o. Paper, §3.2."
     p = dict(attn.state_dict())
-    for name in ('wq.weight', 'wk.weight', 'wv.weight', 'wr.weight'):
-        p[name] = rearrange(rearrange(p[name], '(h d) c -> h d c', h=attn.h)[keep], 'h d c -> (h d) c')
+    rows, factors = (repeat(x, 'h -> (h d)', d=attn.cfg.d_head) for x in (keep, z))
+    for name in ('wq.weight', 'wk.weight', 'wv.weight', 'wr.weight'): p[name] = p[name][rows]
     for name in ('u', 'w', 'pk', 'pv'): p[name] = p[name][keep]
-    wo = rearrange(p['wo.weight'], 'c (h d) -> c h d', h=attn.h) * rearrange(z, 'h -> h 1')
-    p['wo.weight'] = rearrange(wo[:, keep], 'c h d -> c (h d)')
+    p['wo.weight'] = (p['wo.weight'] * factors)[:, rows]
     p['wo.bias'] = p['wo.bias'] * z.any()                      # no heads, no bias
     return p
 

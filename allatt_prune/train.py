@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['TrainState', 'train_steps', 'lr_at', 'make_optimizers', 'l0_penalty', 'set_seed', 'record', 'train', 'Score',
-           'batchify', 'evaluate']
+           'evaluate']
 
 # %% ../nbs/method/05_train.ipynb #40bde7f0
 import hashlib, math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 import numpy as np, torch, torch.nn.functional as F
 from einops import rearrange
 from torch import nn, Tensor
@@ -50,7 +49,7 @@ def train_steps(
     r = recipe if gates is None else recipe.pruning()
     s = state or TrainState(model, gates, make_optimizers(model, gates, r))
     batches = batches or Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
-    lr, penalty, device = lr or partial(lr_at, r=r), penalty or l0_penalty(r), model.pos.device
+    lr, penalty, device = lr or (lambda step: lr_at(step, r)), penalty or l0_penalty(r), model.pos.device
     for step in range(s.step, r.steps):
         gating = gates is not None and step < r.gate_steps
         if gates is not None and not gating: gates.freeze()
@@ -106,13 +105,12 @@ def set_seed(seed: int, step: int, whose: str|int):
 
 # %% ../nbs/method/05_train.ipynb #fd02a038
 def record(s: TrainState) -> dict: # ready for JSON
-    "Numbers of the last step; with gates: open heads per layer, undecided share, probabilities."
+    "Numbers of the last step; with gates: open heads per layer, and the probability of each head."
     rec = dict(step=s.step, loss=round(s.loss, 6), lr=s.lr, grad_norm=round(s.grad_norm, 5))
     if s.gates is not None: rec['open'] = s.gates.open_mask().sum(1).tolist()
-    if not hasattr(s.gates, 'open_prob'): return rec
-    p = s.gates.open_prob()
-    rec['undecided'] = round(((p - .5).abs() < .4).float().mean().item(), 4)
-    return rec | dict(open_prob=[[round(x, 4) for x in row] for row in p.tolist()])
+    if hasattr(s.gates, 'open_prob'):
+        rec['open_prob'] = [[round(x, 4) for x in row] for row in s.gates.open_prob().tolist()]
+    return rec
 
 def train(
     model: LM, corpus: Corpus, recipe: Recipe, gates: nn.Module|None = None, # as for `train_steps`
@@ -125,11 +123,7 @@ def train(
 
 # %% ../nbs/method/05_train.ipynb #b139c3d9
 class Score(float):
-    "Mean loss in nats per token, with the number of tokens."
-    def __new__(cls, nats: float, tokens: int = 0):
-        self = super().__new__(cls, nats)
-        self.tokens = tokens
-        return self
+    "Mean loss in nats per token."
     @property
     def bits(self) -> float:
         "Bits per token; for characters, bits per character (bpc)."
@@ -141,21 +135,8 @@ class Score(float):
     def as_usual(self, unit: str) -> float: # char, word or raw
         "The metric that papers report: bits per character, or perplexity per word."
         return self.perplexity if unit == 'word' else self.bits
-    def __str__(self):
-        return (f'{float(self):.4f} nats, {self.bits:.4f} bits, perplexity {self.perplexity:.2f} '
-                f'over {self.tokens:,} tokens')
 
 # %% ../nbs/method/05_train.ipynb #5a96e042
-def batchify(
-    ids: Tensor, # token ids (n)
-    batch: int # number of streams b, equally long
-) -> tuple[Tensor, Tensor]: # ids and targets, both (b m); -100 pads targets
-    "Cut a text into equally long streams with their targets."
-    n = len(ids) - 1
-    batch = min(batch, n)
-    pad = lambda a, value: rearrange(F.pad(a, (0, -n % batch), value=value), '(b n) -> b n', b=batch)
-    return pad(ids[:-1], 0), pad(ids[1:], -100)
-
 @torch.no_grad()
 def evaluate(
     model: LM,
@@ -168,14 +149,17 @@ def evaluate(
     ids = np.asarray(ids.cpu() if torch.is_tensor(ids) else ids)
     if ids.ndim != 1 or len(ids) < 2 or ids.dtype.kind not in 'iu':
         raise ValueError(f'text={ids.dtype} {ids.shape}: give a row of two or more integers')
-    x, y = (a.to(model.pos.device) for a in batchify(torch.from_numpy(ids.astype(np.int64)), batch))
+    ids, n = torch.from_numpy(ids.astype(np.int64)).to(model.pos.device), len(ids) - 1
+    b = min(batch, n)
+    x, y = F.pad(ids[:-1], (0, -n % b)), F.pad(ids[1:], (0, -n % b), value=-100) # -100: ignored
+    x, y = (rearrange(a, '(b n) -> b n', b=b) for a in (x, y))
     step = max(128, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
     mode, total, mems = model.training, torch.zeros((), dtype=torch.float64, device=x.device), None
     model.eval()
     for i in range(0, x.shape[1], step):
         targets = y[:, i:i+step]
         loss, mems = model(x[:, i:i+step], targets, mems, z)
-        if n := (targets != -100).sum(): total += loss.double() * n
+        if m := (targets != -100).sum(): total += loss.double() * m
         if after: after(targets.numel())
     model.train(mode)
-    return Score(total / (len(ids) - 1), len(ids) - 1)
+    return Score(total / n)

@@ -202,7 +202,7 @@ def test_a_model_brings_its_recipe_and_its_text(folder):
     done(folder, 'train', *own)
     for model in ('b', 'b/baseline'):
         said = done(folder, 'score', model, '--method', 'random')
-        assert 'characters of own' in said.stdout and said.stderr == ''
+        assert 'tokens of own' in said.stdout and said.stderr == ''
     done(folder, 'prune', 'b', '--sparsity', '.5', '--run-dir', 'half')
     recipe = report(folder, 'half')['recipe']
     assert (recipe['method'], recipe['sparsity'], recipe['corpus']) == ('leave_one_out', .5, 'own.txt')
@@ -225,6 +225,12 @@ def test_sample(folder):
     assert len(first) == 8 + 40 + 1 and first.startswith('the sea ') and set(first) <= set(' abcdefghijklmnopqrstuvwxyz\n')
     assert said('--prompt', 'the sea ') == first != said('--prompt', 'the sea ', '--seed', '1')
     assert said('--temperature', '0') == said('--temperature', '0', '--seed', '3') == said('--top-k', '1')
+
+def test_time(folder):
+    small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --batch 4 --corpus own.txt'.split()
+    for mem_len in ('0', '40'):
+        table = rows(done(folder, 'time', 'tiny', *small, '--mem-len', mem_len).stdout)
+        assert [row[:2] for row in table] == [['train', '8'], ['read', '8'], ['train', '4'], ['read', '4']]
 
 def test_words_with_an_adaptive_softmax(folder):
     assert '| perplexity of test text |' in done(folder, *OWN, '--unit', 'word', '--cutoffs', '3,6,4000', '--run-dir', 'w').stdout

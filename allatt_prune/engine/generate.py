@@ -10,30 +10,19 @@ import math, torch
 from collections.abc import Iterator
 from fastcore.basics import patch
 from torch import Tensor
-from ..model import Cached, LM
-
-# %% ../../nbs/engine/06_generate.ipynb #ce0518d7
-@patch
-@torch.inference_mode()
-def start_cache(self: LM,
-    batch: int = 1 # streams
-) -> list[Cached|None]: # for `infer`; None: layer without heads
-    "Make an empty cache of projected keys and values."
-    empty = self.pos.new_zeros(batch, 0, self.cfg.d_model)
-    attns = [layer.attn for layer in self.layers]
-    return [a and Cached(*a.keys_values(empty), a.relative_keys(self.pos)) for a in attns]
+from ..model import LM
 
 # %% ../../nbs/engine/06_generate.ipynb #e11e8bad
 @patch
 @torch.inference_mode()
 def infer(self: LM,
     ids: Tensor, # (b t), symbols that follow the cached ones
-    cache: list[Cached|None]|None = None, # from the previous call; None: start of a text
+    cache: list[tuple|None]|None = None, # from the previous call; None: start of a text
     z: Tensor|None = None # (l h) head multipliers
-) -> tuple[Tensor, list[Cached|None]]: # logits (b t v), extended cache
+) -> tuple[Tensor, list[tuple|None]]: # logits (b t v), extended cache
     "Compute logits with a cache, in evaluation mode."
     assert not self.training, 'dropout would act; call model.eval() first'
-    return self(ids, mems=self.start_cache(len(ids)) if cache is None else cache, z=z)
+    return self(ids, mems=cache or [()] * len(self.layers), z=z)
 
 # %% ../../nbs/engine/06_generate.ipynb #f0966514
 @patch

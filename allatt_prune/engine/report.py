@@ -17,19 +17,15 @@ from ..data import Corpus
 from ..gates import plot_gates, plot_heads
 from ..model import LM
 from .resume import Progress
-from ..timing import time_in_turns
+from ..timing import in_turns, segment_job
 from ..train import evaluate
 
 # %% ../../nbs/engine/07_report.ipynb #6d629ca6
-def _speed(nets, zs, corpus, batch): # -> times to score a training batch, MACs per token
+def _speed(nets, zs, corpus, batch): # -> times to score a training batch
     cfg = nets[0].cfg
     n = cfg.mem_len + cfg.seg_len + 1
     text = rearrange(torch.tensor(corpus.train[:batch*n].astype('int64')), '(b n) -> b n', b=batch)
-    targets = text[:, -cfg.seg_len:]
-    cluster = sum((targets >= c for c in cfg.cutoffs), torch.zeros_like(targets))
-    shares = [(cluster == i).float().mean().item() for i in range(len(cfg.cutoffs) + 1)]
-    macs = [count_macs(m, batch, shares=shares)['total'] for m in nets]
-    return time_in_turns(nets, text[:, :-1], zs, targets), macs
+    return in_turns([segment_job(m, text[:, :-1], z, text[:, -cfg.seg_len:]) for m, z in zip(nets, zs)])
 
 def measure(
     models: list[tuple[str, LM, Tensor|None]], # name, model, head multipliers (l h)
@@ -40,16 +36,16 @@ def measure(
     "Measure the size, quality and speed of each model."
     names, nets, zs = zip(*models)
     splits = [ids[:eval_tokens or None] for ids in (corpus.valid, corpus.test)]
-    (times, macs), rows, unit = _speed(nets, zs, corpus, batch), [], corpus.unit
+    times, rows, unit = _speed(nets, zs, corpus, batch), [], corpus.unit
     bar = Progress('evaluation', len(nets) * sum(map(len, splits)))
-    for name, m, z, t, n in zip(names, nets, zs, times, macs):
+    for name, m, z, t in zip(names, nets, zs, times):
         valid, test = (evaluate(m, ids, z, after=lambda n: bar.update(n=n)) for ids in splits)
         heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
         size = count_params(m)
         rows.append(dict(
             model=name, heads=heads, of=m.cfg.n_layer*m.cfg.n_head, blocks=size['blocks'], params=size['total'],
-            macs=round(n), unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
-            tokens=[valid.tokens, test.tokens], ms=t.median, spread=t.spread))
+            macs=round(count_macs(m, batch)['total']), unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
+            tokens=[len(ids) - 1 for ids in splits], ms=t.median, spread=t.spread))
     bar.close()
     return rows
 

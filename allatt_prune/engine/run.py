@@ -38,7 +38,7 @@ def _make(name, recipe, corpus, found, run_dir, device, mine): # -> model, parts
         model = checkpoint.build(recipe.config(len(corpus.vocab))).to(device)
         train(model, corpus, recipe, **kwargs)
         return model, more
-    model = found['baseline'].with_dropout(dropout=r.dropout, attn_dropout=r.attn_dropout)
+    model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
     kwargs |= dict(start=recipe.steps)
     if recipe.teacher: kwargs |= dict(text_loss=Distill(found['baseline'], recipe.teacher))
     if name == 'gated':
@@ -176,7 +176,7 @@ def run(
     if world.rank == 0:
         first = {'recipe.json': asdict(recipe), 'corpus.json': is_text}
         if not resume: _begin(run_dir, baseline, first)
-        LOG.info(f'corpus={Path(text.name).name}: read as {text.kind}')
+        LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
     world.barrier()
     if _stored(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')

@@ -83,7 +83,7 @@ def heads_of(job, repo, corpus, hooks): # (l h) flags
     r = replace(r, sparsity=sparsity, prune_steps=r.gate_steps, prune_warmup=r.gate_steps//20, prune_dropout=False, prune_lr=2e-3)
     gates, how = gates_for(r)
     with torch.no_grad(): gates.log_alpha.copy_(1 + keep_mask(scores, sparsity).float()) # 2 for what stays, else 1
-    train(base.with_dropout(dropout=0., attn_dropout=0.), corpus, r, gates, Path(job.name)/'gating', resume=True, start=r.steps,
+    train(base.with_config(dropout=0., attn_dropout=0.), corpus, r, gates, Path(job.name)/'gating', resume=True, start=r.steps,
           text_loss=Taught(base_of(job, repo), .5), **how, **hooks)
     return gates.open_mask()
 
@@ -93,8 +93,8 @@ def model_of(job, repo, corpus, hooks): # before these steps
     if job.arm == 'whole': return base_of(job, repo)
     if job.arm == 'shipped': return LM.from_pretrained(repo/'allatt_prune/models'/SHIPPED[job.text][job.training])
     if job.arm in ('pruned', 'gates'):
-        return scaled(base_of(job, repo), heads_of(job, repo, corpus, hooks)).with_dropout(**drop).train()
-    if job.training in ('paper', 'best'): return LM.from_pretrained(first_of(job).name + '/model').with_dropout(**drop).train()
+        return scaled(base_of(job, repo), heads_of(job, repo, corpus, hooks)).with_config(**drop).train()
+    if job.training in ('paper', 'best'): return LM.from_pretrained(first_of(job).name + '/model').with_config(**drop).train()
     torch.manual_seed(job.seed)
     return LM(r.config(len(corpus.vocab)))
 
