@@ -15,27 +15,21 @@ import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from torch import nn
 from tqdm import trange
-from .gates import HeadGates
 from .hf_heads import expected_shape, masked, present, remove_heads, shape, split
-from .hf_models import (ARCHITECTURES, PRUNED, add_architecture, attention, layers, projections,
+from .hf_models import (PRUNED, add_architecture, architecture, attentions, layers, projections,
                                     weight_rows)
 from .importance import evaluating, keep_mask
 from .model import wide
 from .remove import per_head, unwrapped
-from .targets import Target
+from .targets import Target, TargetGates
 
 # %% ../nbs/beyond/07_hf.ipynb #61b7c1dd
 LABELS = 'labels', 'start_positions', 'end_positions'
 
 def is_causal(model) -> bool:
     "True for a model that predicts the next token at each position."
-    kind = model.config.model_type.removeprefix(PRUNED)
-    return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(
-        transformers.CONFIG_MAPPING[kind], ()))
-
-def _labels(batch): # for a causal model: its own tokens, without padding
-    ids = batch['input_ids']
-    return dict(labels=ids.masked_fill(batch.get('attention_mask', torch.ones_like(ids)) == 0, -100))
+    whole = transformers.CONFIG_MAPPING[model.config.model_type.removeprefix(PRUNED)]
+    return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(whole, ()))
 
 def _labelled(model, batch): # -> logits (n ... classes), labels (n ...); -100 is ignored
     labels = [batch[name] for name in LABELS if name in batch]
@@ -56,49 +50,47 @@ def _losses(model, batch): # -> (n) losses, summed over labels; (n) label counts
     loss = F.cross_entropy(x.flatten(0, -2), y.flatten(), reduction='none')
     return tuple(reduce(x, '(n m) -> n', 'sum', n=n) for x in (loss, y.flatten() != -100))
 
-def _distances(x, whole, batch): # outputs (n t c) or (n c), masked and whole -> as `_losses`
+def _distances(x, whole, real): # outputs (n t c) or (n c), masked and whole; attention mask -> as `_losses`
     x, whole = wide(x), wide(whole)
     d = (x - whole).square().sum(-1) / whole.square().sum(-1)
-    if d.dim() == 1: return d, torch.ones_like(d)
-    real = batch.get('attention_mask', torch.ones_like(batch['input_ids']))
-    return (d * real).sum(1), real.sum(1)
+    return (d, torch.ones_like(d)) if d.dim() == 1 else ((d * real).sum(1), real.sum(1))
 
 # %% ../nbs/beyond/07_hf.ipynb #5b8e2f10
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
-        self.model, self.units, self.group, self.loss = unwrapped(model), units, group, loss
-        self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
-        for name in ('label', 'label_ids'):
-            if any(name in x for x in self.batches): raise ValueError(f'{name}: models call it labels')
-        if not loss and is_causal(self.model): self.batches = [_labels(x) | x for x in self.batches]
-        labelled = {bool({*LABELS} & {*x}) for x in self.batches}
-        if len(labelled) > 1: raise ValueError('labels: only some batches have them')
+        self.model, self.units, self.loss = unwrapped(model), units, loss
         self.shape = shape(model, units, group)
-        self.there = present(model, units, self.shape[1])
+        self.there = present(self.model, units, self.shape[1])
+        self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
+        names = [{*x} for x in self.batches]
+        assert all('input_ids' in x for x in names), 'batches: give dicts of tensors, with input_ids'
+        if any(x & {'label', 'label_ids'} for x in names): raise ValueError('label: models call it labels')
+        if len({not x & {*LABELS} for x in names}) > 1: raise ValueError('labels: only some batches have them')
         self.targets = {}                                      # outputs of the whole model, by batch
         self.below = {}                                        # by batch: number and output of a layer
-    def read(self): # batches on the model's device
+    def read(self): # complete batches, on the model's device
         assert self.batches, 'batches=None: give dicts of tensors: input_ids, attention_mask, labels'
-        return [{name: x.to(self.model.device) for name, x in batch.items()} for batch in self.batches]
-    def measured(self, i, x, z): # batch i, masked by z -> (n) losses, (n) label counts
-        if self.loss:
-            with masked(self.model, z, self.units): loss = self.loss(self.model, x)
-            assert loss.dim() == 0, f'loss={tuple(loss.shape)}: not a single number'
-            return loss[None], torch.ones(1)
-        if {*LABELS} & {*x}:
-            with masked(self.model, z, self.units): return _losses(self.model, x)
-        if i not in self.targets:
+        for x in self.batches:
+            x = {'attention_mask': torch.ones_like(x['input_ids'])} | x
+            if not self.loss and is_causal(self.model):        # predicts its own tokens, without padding
+                x = dict(labels=x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)) | x
+            yield {name: v.to(self.model.device) for name, v in x.items()}
+    def measured(self, i, x, z): # batch i, masked by z (l m n) -> losses, label counts
+        z = z.repeat_interleave(x['input_ids'].shape[:-1].numel() // z.shape[1], 1) # for each row
+        alone = not self.loss and not {*LABELS} & {*x}         # to be compared with the whole model
+        if alone and i not in self.targets:
             with torch.no_grad(): self.targets[i] = self.model(**x)[0]
-        with masked(self.model, z, self.units): return _distances(self.model(**x)[0], self.targets[i], x)
+        with masked(self.model, lambda: z, self.units):
+            if alone: return _distances(self.model(**x)[0], self.targets[i], x['attention_mask'])
+            if self.loss: return self.loss(self.model, x).reshape(1), torch.ones(1)
+            return _losses(self.model, x)
     def losses(self, z=None): # as in `LMHeads`; one piece per example
+        z = torch.ones(self.shape) if z is None else z
         for i, x in enumerate(self.read()):
             self.now = i
-            rows, own = x['input_ids'].shape[:-1].numel(), None
-            n = 1 if self.loss else len(x['input_ids'])
-            if z is not None: own = repeat(z, 'l h -> l n h', n=n)
-            def of_rows(): return own.repeat_interleave(rows // n, 1)
-            yield *self.measured(i, x, None if z is None else of_rows), own
+            own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x['input_ids']))
+            yield *self.measured(i, x, own), own
     @torch.no_grad()
     def mean_loss(self, z=None, first=0): # over labels, in evaluation mode; `first` as in `LMHeads`
         with evaluating(self.model), self._reusing(0 if self.loss else first):
@@ -118,52 +110,45 @@ class HFHeads:
         if self.there.all() and self.units != 'both': return self.units
         raise ValueError(f'units={self.units}: this needs heads or neurons alone, and none removed before; '
                          'gradient, taylor and leave_one_out do not')
-    def output(self, layer): return layer.get_submodule(projections(self.model, self.kind)[1])
-    def _watch(self, z, hook): # hook(number of layer, layer) -> handle
-        with ExitStack() as hooks, torch.no_grad():            # hooks run before the mask
-            for i, layer in enumerate(layers(self.model)): hooks.enter_context(hook(i, layer))
+    def _watch(self, z, handles): # read all batches under these hooks; they run before the mask
+        with ExitStack() as hooks, torch.no_grad():
+            for handle in handles: hooks.enter_context(handle)
             hooks.enter_context(masked(self.model, z, self.units))
             for x in self.read():
-                real = x.get('attention_mask', torch.ones_like(x['input_ids']))
-                self.real = rearrange(real, '... t -> (...) t').bool()
+                self.real = rearrange(x['attention_mask'], '... t -> (...) t').bool()
                 self.model(**x)
     def outputs(self, look, z=None):
-        def hook(i, layer):
-            def see(f, args): look(i, args[0][self.real])
-            return self.output(layer).register_forward_pre_hook(see)
-        self._watch(z, hook)
+        def see(i, f, args): look(i, args[0][self.real])
+        fs = [f for *_, f in projections(self.model, self.kind)]
+        self._watch(z, [f.register_forward_pre_hook(partial(see, i)) for i, f in enumerate(fs)])
     def attention(self, look, z=None):
         assert self.kind == 'heads', 'neurons do not attend'
         h, was = self.shape[1], self.model.config._attn_implementation
-        def see(i, weights): # (b hr t s)
-            for p, there in zip(wide(weights), self.real):
+        def see(i, attn, args, found): # weights (b hr t s)
+            for p, there in zip(wide(found[1]), self.real):
                 t, p = there.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
                 look(i, p[..., there, :][..., there], (t[:, None] - t).abs())
-        def hook(i, layer):
-            attn = attention(layer, self.model)
-            return attn.register_forward_hook(lambda f, args, found: see(i, found[1]))
+        attns = enumerate(attentions(self.model))
         try:
             self.model.set_attn_implementation('eager')
-            self._watch(z, hook)
+            self._watch(z, [attn.register_forward_hook(partial(see, i)) for i, attn in attns])
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
-        f = self.output(layers(model or self.model)[i])        # no weight in a layer without heads
+        f = projections(model or self.model, self.kind)[i][-1] # no weight in a layer without heads
         return (weight_rows(f).T if hasattr(f, 'weight') else None), f.bias
     def parameters(self, i):
-        layer, n = layers(self.model)[i], self.shape[1]
-        fs = [layer.get_submodule(path) for path in projections(self.model, self.kind)[0]]
-        rows = [weight_rows(f) for f in fs] + [f.bias[:, None] for f in fs if f.bias is not None]
-        blocks = ARCHITECTURES[self.model.config.model_type].blocks if self.kind == 'heads' else 1
-        rows = [rearrange(p, '(b n d) c -> n (b d c)', b=blocks, n=n) for p in rows]
-        return torch.cat([*rows, rearrange(self.projection(i)[0], '(n d) c -> n (d c)', n=n)], 1)
+        *inputs, out = projections(self.model, self.kind)[i]
+        blocks = architecture(self.model.config).blocks if self.kind == 'heads' else 1
+        rows = [p for f in inputs for p in (weight_rows(f), f.bias) if p is not None]
+        rows = [rearrange(p, '(b n d) ... -> n (b d ...)', b=blocks, n=self.shape[1]) for p in rows]
+        return torch.cat([*rows, rearrange(weight_rows(out), 'c (n d) -> n (d c)', n=self.shape[1])], 1)
     def costs(self): # (n) parameters of each unit
-        model, found = self.model, []
-        for kind, there in split(model, self.there, self.units).items():
+        found = []
+        for kind, there in split(self.model, self.there, self.units).items():
             i = int(there.any(1).float().argmax())             # a layer that has some
-            inputs, out = projections(model, kind)
-            fs = [layers(model)[i].get_submodule(path) for path in (*inputs, out)]
-            size = sum(f.weight.numel() for f in fs) + sum(f.bias.numel() for f in fs[:-1] if f.bias is not None)
-            found.append(torch.full((there.shape[1],), size / float(there[i].sum())))
+            *inputs, out = projections(self.model, kind)[i]
+            size = out.weight.numel() + sum(p.numel() for f in inputs for p in f.parameters())
+            found.append(torch.full(there.shape[1:], size / float(there[i].sum())))
         return torch.cat(found)
     def remove(self, keep, z=None): return remove_heads(self.model, keep, z, self.units)
 
@@ -178,37 +163,35 @@ def train_gates(
     lr: float = .08, # of the gates
     loss: Callable|None = None, # of model and batch -> (); None: task loss, or distance to whole
     seed: int = 0
-) -> HeadGates: # frozen
+) -> TargetGates: # frozen
     "Train gates that choose the units to remove. The weights do not change."
+    assert steps > 0, f'steps={steps}: give 1 or more'
     heads = HFHeads(model, batches, units, group, loss)
+    data, device = [*heads.read()], heads.model.device
     costs = heads.costs().expand(heads.shape) if units == 'both' else None # None: equal
     weights = torch.ones(heads.shape) if costs is None else costs
     gone = float((weights * ~heads.there).sum() / weights.sum())
-    if gone >= sparsity: raise ValueError(f'sparsity={sparsity}: {gone:.3g} is gone already; give more')
-    gates = HeadGates(*heads.shape, scale=False)
+    assert gone < sparsity, f'sparsity={sparsity}: {gone:.3g} is gone already; give more'
+    gates = TargetGates(*heads.shape, keep=0, scale=False)     # the number is set at the end
     gates.log_alpha.data[~heads.there] = -100.                 # removed before
-    gates.to(heads.model.device)
-    penalty = Target(sparsity, steps // 4, lr / 8, weights=weights / weights.sum()).to(heads.model.device)
-    optimizer, data = torch.optim.Adam(gates.parameters(), lr, betas=(.9, .99)), heads.read()
-    same, keep = 0, None
+    penalty = Target(sparsity, steps // 4, lr / 8, weights=weights / weights.sum()).to(device)
+    optimizer = torch.optim.Adam(gates.to(device).parameters(), lr, betas=(.9, .99))
+    same, keep = 0, heads.there
     with evaluating(heads.model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for step in trange(steps, desc='gates', disable=None):
             i = step % len(data)
             rows = data[i]['input_ids'].shape[:-1].numel()
-            def draws(): return torch.stack([gates.train()() for _ in range(rows)], 1) # one draw per row
-            total, n = heads.measured(i, data[i], draws)
-            if not (n.sum() and total.requires_grad):
-                raise ValueError('loss: no label counts, or it does not depend on the gates')
-            optimizer.zero_grad()
-            (total.sum() / n.sum() + penalty(gates, step)).backward(inputs=[gates.log_alpha])
+            draws = torch.stack([gates() for _ in range(rows)], 1) # one draw per row
+            losses, n = heads.measured(i, data[i], draws)
+            assert n.sum() and losses.requires_grad, 'loss: no label counts, or it does not depend on the gates'
+            total = losses.sum() / n.sum() + penalty(gates, step)
+            gates.log_alpha.grad = torch.autograd.grad(total, gates.log_alpha)[0]
             optimizer.step()
-            keep, before = keep_mask(gates.log_alpha, sparsity, costs=costs), keep
-            same = same + 1 if before is not None and torch.equal(keep, before) else 0
+            before, keep = keep, keep_mask(gates.log_alpha.detach().cpu(), sparsity, costs=costs)
+            same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup: break
-    with torch.no_grad():                                      # open exactly the kept units
-        pi = gates.log_alpha
-        pi.copy_(torch.where(keep, pi.clamp(min=0), pi.clamp(max=-1e-6)))
+    gates.keep = int(keep.sum())
     gates.units = units                                        # for `remove_heads`
     return gates.freeze().eval()
 
@@ -218,5 +201,6 @@ def gated(
     units: str = 'heads' # as for `shape`
 ): # context manager
     "Mask each forward pass by a draw of the gates inside a `with` block. Backward passes train them."
-    per_head(gates.open_mask(), 'gates', expected_shape(model, gates.open_mask(), units))
-    return masked(model, lambda: gates.train(unwrapped(model).training)(), units)
+    keep, net = gates.open_mask(), unwrapped(model)
+    per_head(keep, 'gates', expected_shape(net, units, keep.shape[-1]))
+    return masked(net, lambda: gates.train(net.training)(), units)

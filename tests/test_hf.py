@@ -44,7 +44,7 @@ def hidden(model): # of tokens that are there
     with torch.no_grad(): return model.base_model(**BATCH).last_hidden_state[PAD.bool()]
 
 def projections(model, kind='heads'): # the output projections
-    return [layer.get_submodule(hf.projections(model, kind)[1]) for layer in hf.layers(model)]
+    return [fs[-1] for fs in hf.projections(model, kind)]
 
 def mean_loss(model, batches, z=None): return hf.HFHeads(model, batches).mean_loss(z)
 
@@ -139,14 +139,18 @@ def test_train_gates(kind):
     for rate in (.2, .3, .45): # as many as by scores
         assert open_units(batches, rate).sum() == keep_mask(torch.zeros(3, 4), rate).sum()
     none = [dict(x, labels=torch.full_like(x['labels'], -100)) for x in batches]
+    small = hf.remove_heads(model, half)
     for said, ask in (('models call it labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
                       ('no label counts', lambda: open_units(none, .5)),
                       ('only some batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('depend on the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
-                      ('no columns for neurons', lambda: hf.remove_heads(model, half, units='both'))):
-        with pytest.raises(ValueError, match=said): ask()
-    small = hf.remove_heads(model, half)
-    with pytest.raises(ValueError, match='0.5 is gone already'): hf.train_gates(small, batches, .5)
+                      ('not one number per head', lambda: hf.remove_heads(model, half, units='both')),
+                      ('not one number per head', lambda: hf.remove_heads(less, torch.ones(3, 8), units='both')), # it has 9
+                      ('0.5 is gone already', lambda: hf.train_gates(small, batches, .5)),
+                      ('steps=0: give', lambda: hf.train_gates(model, batches, .5, steps=0)),
+                      ('units=head: give one of heads', lambda: open_units(batches, .5, 'head')),
+                      ('with input_ids', lambda: open_units([dict(ids=IDS)], .5))):
+        with pytest.raises((AssertionError, ValueError), match=said): ask()
     gates = hf.train_gates(small, batches, .75, steps=12) # a pruned model loses more
     assert gates.open_mask().sum() == 3 and not (gates.open_mask() & ~half).any()
     assert model.training and same(model, before) and all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -260,9 +264,8 @@ def test_every_method_scores_every_kind_of_model(kind):
     assert all(p.grad is None for p in model.parameters())
 
 def squares(model): # of all parameters of heads
-    inputs, out = hf.projections(model, 'heads')
-    return sum(p.double().square().sum().item() for layer in hf.layers(model) for path in (*inputs, out)
-               for name, p in layer.get_submodule(path).named_parameters() if (path, name) != (out, 'bias'))
+    return sum(p.double().square().sum().item() for *inputs, out in hf.projections(model, 'heads')
+               for p in (out.weight, *(p for f in inputs for p in f.parameters())))
 
 @pytest.mark.parametrize('kind', ['bert', 'gpt2', 'llama', 'gpt_neox'])
 def test_scores_say_what_they_should(kind):
@@ -282,7 +285,7 @@ def test_scores_say_what_they_should(kind):
 def test_leave_one_out_computes_lower_layers_once(kind):
     model, batches = for_scores(kind)
     plain, lowest = [{k: v for k, v in x.items() if k != 'labels'} for x in batches], []
-    hf_models.attention(hf.layers(model)[0], model).register_forward_hook(lambda *args: lowest.append(1))
+    hf.attentions(model)[0].register_forward_hook(lambda *args: lowest.append(1))
     def twice(model, x): return model(**x).loss + model(input_ids=x['input_ids'].flip(1), labels=x['labels']).loss
     for data, loss, units in ((batches, None, 'heads'), (plain, None, 'both'), (batches, twice, 'heads')):
         heads = hf.HFHeads(model, data, units, 8, loss)
