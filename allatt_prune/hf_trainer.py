@@ -38,9 +38,8 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=adam))
         self.gates.requires_grad_(not self.gates.frozen)
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.world_size > 1 or args.n_gpu > 1:
-            raise ValueError('devices: each would draw other gates; train on one')
-        if args.fp16: raise ValueError('fp16=True: the gradients of gates would be scaled; give bf16')
+        if args.world_size > 1 or args.n_gpu > 1 or args.fp16: # other gates on each, or scaled gradients
+            raise ValueError('gates: train on one device, in float32 or bfloat16')
         if state.global_step: self._restore(state)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.gates.frozen: return
