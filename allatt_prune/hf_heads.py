@@ -7,11 +7,10 @@ __all__ = ['KINDS', 'shape', 'split', 'left', 'present', 'masked', 'remove_heads
 
 # %% ../nbs/beyond/06_hf_heads.ipynb #66c4e7ad
 import copy
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from .hf_models import (Pruned, attentions, layers, n_heads, projections, pruned_class, shrink,
                                     weight_rows)
 from .remove import mask_and_z, per_head, unwrapped
@@ -57,19 +56,24 @@ def present(model, units: str, n: int) -> Tensor: # (l n)
 @contextmanager
 def masked(
     model,
-    z: Tensor|Callable|None, # (l n) multipliers; or a function -> (l n) or (l b n) per pass; or None
-    units: str = 'heads' # as for `shape`
+    z, # gates; (l n) multipliers; a function -> (l n) or (l b n) for each pass; or None
+    units: str = 'heads' # as for `shape`; ignored for gates from `train_gates`
 ):
     "Multiply the units by z inside a `with` block. Gradients flow into z. Nested masks multiply."
     if z is None:
         yield
         return
-    base, now = unwrapped(model).base_model, {}                # now: multipliers of the current layer
+    base, units, now = unwrapped(model).base_model, getattr(z, 'units', units), {}
     key = f'multipliers_{id(now)}'                             # each mask has its own
-    if not callable(z): z = per_head(z, 'z', shape(base, units, columns=torch.as_tensor(z).shape[-1]))
+    mask = z.open_mask() if hasattr(z, 'open_mask') else z
+    if not callable(mask): per_head(mask, 'z', shape(base, units, columns=torch.as_tensor(mask).shape[-1]))
+    def draw():
+        if isinstance(z, nn.Module): z.train(base.training)
+        return z() if callable(z) else torch.as_tensor(z)
     def model_begins(module, args, kwargs):
         if module is not base: raise ValueError('model: a copy made under its mask; copy it without')
-        return args, kwargs | {key: z() if callable(z) else z}
+        return args, kwargs | {key: draw()}
+    # `now` holds the multipliers of the current layer
     def attention_begins(i, attn, args, kwargs): now.update(split(base, kwargs.pop(key)[i], units))
     def multiply(kind, stay, projection, args):
         x, z = args[0], now[kind][..., stay].to(args[0].device) # (n), or (b n) for each example
@@ -82,7 +86,8 @@ def masked(
             hooks.enter_context(attn.register_forward_pre_hook(begins, with_kwargs=True))
         for kind in KINDS[units]:
             for (*_, f), stay in zip(projections(base, kind), left(base, kind)):
-                if stay != []: hooks.enter_context(f.register_forward_pre_hook(partial(multiply, kind, stay)))
+                hook = partial(multiply, kind, stay)
+                if stay != []: hooks.enter_context(f.register_forward_pre_hook(hook))
         yield
 
 # %% ../nbs/beyond/06_hf_heads.ipynb #d1fa351e

@@ -110,9 +110,9 @@ library_name: transformers
 ---
 # {name}, pruned
 
-{left}
+Units left in each layer: {left}.
 
-Open it with `{auto}.from_pretrained(..., trust_remote_code=True)`; after `import allatt_prune.hf`, without it.
+Open it with `{auto}.from_pretrained(..., trust_remote_code=True)`, or `import allatt_prune.hf` first.
 
 {about}
 """
@@ -127,11 +127,12 @@ class PrunedConfig:
         self.auto_map = {auto: f'{_CODE}.{c.__name__}' for auto, c in classes.items()}
         super().save_pretrained(folder, *args, **kwargs)
         row = self.model_type.removeprefix(PRUNED), *dataclasses.astuple(architecture(self))
-        (Path(folder)/f'{_CODE}.py').write_text(f'{Path(__file__).read_text()}\nadd_architecture(*{row})\n')
-    def removed(self) -> list: # of (kind, units in a layer of the whole model, units kept in each layer)
+        code = f'{Path(__file__).read_text()}\nadd_architecture(*{row})\n'
+        (Path(folder)/f'{_CODE}.py').write_text(code)
+    def removed(self) -> list: # of (kind, units in a layer of the whole model, those left in each)
         "Kinds of units that were removed."
-        found = ('heads', n_heads(self), self.kept_heads), ('neurons', self.neuron_groups, self.kept_neurons)
-        return [row for row in found if row[2]]
+        rows = dict(heads=(n_heads(self), self.kept_heads), neurons=(self.neuron_groups, self.kept_neurons))
+        return [(kind, n, kept) for kind, (n, kept) in rows.items() if kept]
 
 class Pruned:
     "Mixin that cuts a model when it is built; see `pruned_class`."
@@ -141,15 +142,15 @@ class Pruned:
         for kind, n, kept in config.removed(): shrink(self, kind, kept, [n] * len(kept))
     def save_pretrained(self, folder, *args, about='', **kwargs):
         "Save the model and a card that ends with `about`."
-        assert not kwargs.get('push_to_hub'), 'push_to_hub: it would forget the card; call model.push_to_hub'
+        assert not kwargs.get('push_to_hub'), 'push_to_hub: the card would be lost; call model.push_to_hub'
         super().save_pretrained(folder, *args, **kwargs)
-        card, kind, cfg = Path(folder)/'README.md', type(self), self.config
+        card, cfg, name = Path(folder)/'README.md', self.config, type(self).__name__
         if card.exists() and not about: return
-        autos = [name for name, c in _classes(type(cfg)).items() if c is kind]
-        autos.append(f'allatt_prune.hf_models.pruned_class(transformers.{kind.__name__.removeprefix("Pruned")})')
-        left = [f'Units of {unit} left in each layer, of {n}: {[*map(len, kept)]}' for unit, n, kept in cfg.removed()]
-        card.write_text(_CARD.format(name=Path(cfg._name_or_path).name or kind.__name__, left='\n\n'.join(left),
-                                     auto=autos[0], about=about))
+        autos = [auto for auto, c in _classes(type(cfg)).items() if c is type(self)]
+        odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
+        left = '; '.join(f'{[*map(len, kept)]} of {n} {unit}' for unit, n, kept in cfg.removed())
+        card.write_text(_CARD.format(name=Path(cfg._name_or_path).name or name, left=left,
+                                     auto=[*autos, odd][0], about=about))
 
 @cache
 def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it

@@ -58,8 +58,9 @@ def way(
     r: Recipe # method, sparsity, per_layer, score_tokens, repair
 ) -> Way:
     "Make the way that a recipe names. ValueError if its settings contradict each other."
-    if r.method not in WAYS and r.method in METHODS: return by_score(r)
-    if r.method not in WAYS: raise ValueError(f'method={r.method}: give one of {", ".join(WAYS | METHODS)}')
+    names = ', '.join(WAYS | METHODS)
+    if r.method not in WAYS | METHODS: raise ValueError(f'method={r.method}: give one of {names}')
+    if r.method not in WAYS: return by_score(r)
     if r.per_layer or r.repair not in ('nothing', 'scaled'):
         raise ValueError(f'method={r.method}: per_layer and repair are for scores; leave them out')
     return WAYS[r.method](r)

@@ -142,8 +142,8 @@ def test_train_gates(kind):
     small = hf.remove_heads(model, half)
     for said, ask in (('not classes named labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
                       ('no label counts', lambda: open_units(none, .5)),
-                      ('only some batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
-                      ('depend on the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
+                      ('not in all batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
+                      ('ignores the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
                       ('not one number per head', lambda: hf.remove_heads(model, half, units='both')),
                       ('not one number per head', lambda: hf.remove_heads(less, torch.ones(3, 8), units='both')), # it has 9
                       ('more is gone already', lambda: hf.train_gates(small, batches, .4)),
@@ -181,7 +181,7 @@ def test_wrong_numbers_are_refused():
                       ('of a whole model', lambda: score(small, [x], 'entropy')),
                       ('', lambda: hf.remove_heads(made('llama'), torch.ones(3, 8))),  # of 4 groups
                       ('', lambda: hf.masked(made('llama'), torch.ones(3, 8)).__enter__()),
-                      ('', lambda: hf.gated(bert, HeadGates(4, 3))),
+                      ('', lambda: hf.masked(bert, HeadGates(4, 3)).__enter__()),
                       ('', lambda: hf.remove_heads(bert, KEEP, torch.ones(3, 4))),     # still open
                       ('Quantized: not plain; merge adapters', lambda: hf.remove_heads(odd, KEEP)),
                       ('no slope', lambda: score(bert, plain, 'gradient')), ('give a loss', lambda: score(bert, plain | dict(label_ids=IDS), 'taylor')),
@@ -394,7 +394,7 @@ def test_sums_of_half_precision(kind): # are those of the same numbers in float6
 def test_gates():
     model, gates = made('gpt2'), HeadGates(3, 4)
     gates.log_alpha.data = KEEP * 4. - 2                                               # 12 % and 88 % open
-    with hf.gated(model, gates):
+    with hf.masked(model, gates):
         a, b = hidden(model), hidden(model)
         c, d = hidden(model.train()), hidden(model)
         model.base_model(**BATCH).last_hidden_state.sum().backward()
@@ -412,7 +412,7 @@ def test_gates_and_gradient_checkpointing(kind):
     def passes(order): # two forward passes, each with a draw of its own, then the backward passes
         torch.manual_seed(1)
         for p in (*model.parameters(), *gates.parameters()): p.grad = None
-        with hf.gated(model, gates):
+        with hf.masked(model, gates):
             losses = [sum_of_squares(model, IDS), sum_of_squares(model, IDS.flip(1))]
             for i in order: losses[i].backward()
         return [p.grad for p in (*model.base_model.parameters(), *gates.parameters())]
@@ -420,17 +420,17 @@ def test_gates_and_gradient_checkpointing(kind):
     assert want[-1].abs().sum() > 0
     model.gradient_checkpointing_enable({'use_reentrant': False})
     for order in ((0, 1), (1, 0)): torch.testing.assert_close(passes(order), want, rtol=1e-9, atol=1e-9)
-    with hf.gated(model, gates): loss = sum_of_squares(model)
+    with hf.masked(model, gates): loss = sum_of_squares(model)
     with pytest.raises(torch.utils.checkpoint.CheckpointError): loss.backward()        # too late: said, not wrong
     model.gradient_checkpointing_enable({'use_reentrant': True})
-    with hf.gated(model, gates), pytest.raises(RuntimeError): sum_of_squares(model).backward() # said, too
+    with hf.masked(model, gates), pytest.raises(RuntimeError): sum_of_squares(model).backward() # said, too
 
 def test_models_in_wrappers(): # which nobody calls
     plain, batches = for_scores('bert')
     model = torch.nn.DataParallel(torch.compile(plain))
     for method in METHODS: assert torch.equal(score(model, batches, method), score(plain, batches, method))
     for repair in REPAIRS.values(): assert same(repair(model, KEEP, batches), repair(plain, KEEP, batches))
-    with hf.gated(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
+    with hf.masked(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
     assert gates.log_alpha.grad.abs().sum() > 0 and mean_loss(model, batches, Z) == mean_loss(plain, batches, Z)
 
 class Interrupted(Exception): pass
@@ -450,7 +450,7 @@ def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics
     usual = dict(max_steps=20, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
     args, at = transformers.TrainingArguments(str(folder), **usual | args), At(gates, stop)
     callbacks = [GateCallback(gates, target, 14, lr=.2), at]
-    with hf.gated(model, gates):
+    with hf.masked(model, gates):
         transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=callbacks,
                              compute_metrics=compute_metrics).train(resume_from_checkpoint=resume)
     parts = torch.nn.ModuleDict(dict(model=model, gates=gates, target=target))
@@ -489,8 +489,8 @@ def test_the_trainer(tmp_path):
         trainer.train()
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
-    with hf.gated(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
-    with pytest.raises(AssertionError, match='inside of `gated`'):
+    with hf.masked(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
+    with pytest.raises(AssertionError, match='inside of `masked`'):
         train(made('bert'), 'plain', callbacks=[GateCallback(HeadGates(3, 4), penalty, 8)])
     assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
