@@ -86,8 +86,8 @@ class HFHeads:
             if n > self.below.get(self.now, (-1,))[0]: self.below[self.now] = n, compute(*args, **kwargs)
             return self.below[self.now][1]                     # lower outputs are not read
         with evaluating(self.model), ExitStack() as stack:
-            for n, layer in enumerate(layers(self.model)[:first]):
-                stack.enter_context(mock.patch.object(layer, 'forward', partial(reused, n, layer.forward)))
+            for n, f in enumerate(layers(self.model)[:first]):
+                stack.enter_context(mock.patch.object(f, 'forward', partial(reused, n, f.forward)))
             loss, n, _ = zip(*self.losses(z))
         return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
     @property

@@ -66,7 +66,7 @@ def masked(
     base, units, now = unwrapped(model).base_model, getattr(z, 'units', units), {}
     key = f'multipliers_{id(now)}'                             # each mask has its own
     mask = z.open_mask() if hasattr(z, 'open_mask') else z
-    if not callable(mask): per_head(mask, 'z', shape(base, units, columns=torch.as_tensor(mask).shape[-1]))
+    if not callable(mask): per_head(mask, 'z', shape(base, units, columns=len(mask[0])))
     def draw():
         if isinstance(z, nn.Module): z.train(base.training)
         return z() if callable(z) else torch.as_tensor(z)
@@ -100,8 +100,8 @@ def remove_heads(
 ): # the pruned model
     "Remove heads or neurons. The result equals `model` masked by z."
     model, units = unwrapped(model), getattr(keep, 'units', units)
-    mask = keep.open_mask() if hasattr(keep, 'open_mask') else torch.as_tensor(keep)
-    keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=mask.shape[-1])))
+    mask = keep.open_mask() if hasattr(keep, 'open_mask') else keep
+    keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=len(mask[0]))))
     there = present(model, units, keep.shape[1])
     if (keep & ~there).any(): raise ValueError('keep: some of these were removed before')
     small = model if inplace else copy.deepcopy(model)
@@ -122,4 +122,5 @@ def remove_heads(
     if getattr(small, 'hf_quantizer', None):                   # of a GGUF file: weights are plain now
         small.hf_quantizer = None
         del small.config.quantization_config
+    with torch.device('meta'): type(small)(small.config)       # makes output_attentions known
     return small

@@ -131,8 +131,8 @@ class PrunedConfig:
         (Path(folder)/f'{_CODE}.py').write_text(code)
     def removed(self) -> list: # of (kind, units in a layer of the whole model, those left in each)
         "Kinds of units that were removed."
-        rows = dict(heads=(n_heads(self), self.kept_heads), neurons=(self.neuron_groups, self.kept_neurons))
-        return [(kind, n, kept) for kind, (n, kept) in rows.items() if kept]
+        n = dict(heads=n_heads(self), neurons=self.neuron_groups)
+        return [(kind, n[kind], kept) for kind in n if (kept := getattr(self, f'kept_{kind}'))]
 
 class Pruned:
     "Mixin that cuts a model when it is built; see `pruned_class`."
@@ -142,7 +142,7 @@ class Pruned:
         for kind, n, kept in config.removed(): shrink(self, kind, kept, [n] * len(kept))
     def save_pretrained(self, folder, *args, about='', **kwargs):
         "Save the model and a card that ends with `about`."
-        assert not kwargs.get('push_to_hub'), 'push_to_hub: the card would be lost; call model.push_to_hub'
+        assert not kwargs.get('push_to_hub'), 'push_to_hub: call model.push_to_hub, or the card is lost'
         super().save_pretrained(folder, *args, **kwargs)
         card, cfg, name = Path(folder)/'README.md', self.config, type(self).__name__
         if card.exists() and not about: return
@@ -152,6 +152,7 @@ class Pruned:
         card.write_text(_CARD.format(name=Path(cfg._name_or_path).name or name, left=left,
                                      auto=[*autos, odd][0], about=about))
 
+# %% ../nbs/beyond/05_hf_models.ipynb #12a117f4
 @cache
 def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
     "Class of a pruned model. It also loads models that no Auto class covers."

@@ -43,7 +43,7 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         if state.global_step: self._restore(state)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.gates.frozen: return
-        assert any(p.grad is not None for p in self.gates.parameters()), 'gates: train inside of `masked`'
+        assert any(p.grad is not None for p in self.gates.parameters()), 'gates: train inside `masked`'
         self.penalty(self.gates, state.global_step).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

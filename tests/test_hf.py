@@ -208,6 +208,8 @@ def test_a_removed_model_is_a_model_like_any_other(tmp_path):
     small.eval().save_pretrained(tmp_path, about='Nobody chose these heads.')
     card = (tmp_path/'README.md').read_text()
     for said in ('[0, 3, 1]', 'of 4', '`AutoModelForSequenceClassification.from_pretrained', 'Nobody chose'): assert said in card
+    bare = hf.remove_heads(made('distilbert', 'eager', task=''), KEEP)                  # not yet saved
+    assert [m.shape[1] for m in bare(**BATCH, output_attentions=True).attentions] == [1, 3, 1]
     (tmp_path/'README.md').write_text('mine')
     small.save_pretrained(tmp_path)
     assert (tmp_path/'README.md').read_text() == 'mine'
@@ -490,7 +492,7 @@ def test_the_trainer(tmp_path):
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
     with hf.masked(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
-    with pytest.raises(AssertionError, match='inside of `masked`'):
+    with pytest.raises(AssertionError, match='inside `masked`'):
         train(made('bert'), 'plain', callbacks=[GateCallback(HeadGates(3, 4), penalty, 8)])
     assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
