@@ -14,9 +14,7 @@ from .model import LM
 
 # %% ../nbs/beyond/03_distill.ipynb #6036b0e8
 @contextlib.contextmanager
-def last_hidden(
-    model: LM
-) -> Iterator[list[Tensor]]: # list that receives (b t c) from each call
+def last_hidden(model: LM) -> Iterator[list[Tensor]]: # list that receives (b t c) from each call
     "Collect the inputs of a model's softmax."
     seen = []
     hook = model.norm.register_forward_hook(lambda norm, args, out: seen.append(out))

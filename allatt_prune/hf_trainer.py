@@ -16,9 +16,9 @@ def _tensors(lists): # from JSON; float64 represents every value exactly
     return {name: torch.tensor(x, dtype=torch.float64) for name, x in lists.items()}
 
 class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
-    "Train gates while `transformers.Trainer` trains a `gated` model. One device, no float16."
+    "Train gates while `transformers.Trainer` trains a `masked` model. One device, no float16."
     def __init__(self,
-        gates: nn.Module, # the same as in `gated`
+        gates: nn.Module, # the same as in `masked`
         penalty: Callable, # of gates and step -> (), in units of the loss; saved if it is a module
         gate_steps: int, # steps until the gates are frozen
         *, lr: float = .05 # learning rate of the gates
@@ -38,13 +38,12 @@ class GateCallback(transformers.TrainerCallback, transformers.trainer_callback.E
         self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=adam))
         self.gates.requires_grad_(not self.gates.frozen)
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.world_size > 1 or args.n_gpu > 1:
-            raise ValueError('devices: each would draw other gates; train on one')
-        if args.fp16: raise ValueError('fp16=True: the gradients of gates would be scaled; give bf16')
+        if args.world_size > 1 or args.n_gpu > 1 or args.fp16: # other gates on each; scaled gradients
+            raise ValueError('gates: train on one device, in float32 or bfloat16')
         if state.global_step: self._restore(state)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.gates.frozen: return
-        assert any(p.grad is not None for p in self.gates.parameters()), 'gates: train inside of `gated`'
+        assert any(p.grad is not None for p in self.gates.parameters()), 'gates: train inside `masked`'
         self.penalty(self.gates, state.global_step).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -8,7 +8,7 @@ __all__ = ['Target', 'TargetGates']
 # %% ../nbs/beyond/02_targets.ipynb #999fabab
 import torch
 from torch import nn, Tensor
-from .gates import HeadGates, topk_mask
+from .gates import HeadGates, lambda_at, topk_mask
 
 # %% ../nbs/beyond/02_targets.ipynb #8ff4e322
 class Target(nn.Module):
@@ -27,8 +27,7 @@ class Target(nn.Module):
         self.register_buffer('lam', torch.tensor(0.)) # lambda_1; buffers are saved in checkpoints
     def wanted(self, step: int) -> Tensor: # ()
         "Target share of closed gates at a step."
-        done = min(1., step / self.warmup) if self.warmup else 1.
-        return self.first + (self.sparsity - self.first) * done
+        return self.first + (self.sparsity - self.first) * lambda_at(step, 1., self.warmup)
     def forward(self, gates: HeadGates, step: int) -> Tensor: # (), nats
         probs, n = gates.log_alpha.sigmoid(), gates.log_alpha.numel()
         closed = 1 - (probs.mean() if self.weights is None else (probs * self.weights).sum())

@@ -23,8 +23,6 @@ class Way:
     gates: nn.Module|None = None # gates to train
     penalty: Callable|None = None # of gates and step -> (), nats; None: lambda times the L0 loss
     choose: Callable|None = None # of model and corpus -> kept heads (l h), pruned model
-    def __post_init__(self):
-        assert not self.gates or self.penalty or hasattr(self.gates, 'l0'), 'gates without l0: give a penalty'
 
 def kept(r: Recipe) -> int: # number of heads
     "Heads kept at the recipe's sparsity. ValueError if that is all of them."
@@ -33,13 +31,12 @@ def kept(r: Recipe) -> int: # number of heads
     return int(keep.sum())
 
 # %% ../nbs/beyond/04_ways.ipynb #f0379350
-def _gates(r, kind=HeadGates, *keep):
-    return kind(r.n_layer, r.n_head, *keep, r.gate_init, scale=r.output_scale)
-
 def by_gates(r: Recipe) -> Way:
     "The paper's gates; with a sparsity, target gates."
-    if not r.sparsity: return Way(_gates(r))
-    return Way(_gates(r, TargetGates, kept(r)), Target(r.sparsity, r.lam_warmup, r.gate_lr / 10))
+    size, settings = (r.n_layer, r.n_head), dict(init=r.gate_init, scale=r.output_scale)
+    if not r.sparsity: return Way(HeadGates(*size, **settings))
+    penalty = Target(r.sparsity, r.lam_warmup, r.gate_lr / 10)
+    return Way(TargetGates(*size, kept(r), **settings), penalty)
 
 # %% ../nbs/beyond/04_ways.ipynb #1e7c11b0
 def by_score(r: Recipe) -> Way:
@@ -61,8 +58,9 @@ def way(
     r: Recipe # method, sparsity, per_layer, score_tokens, repair
 ) -> Way:
     "Make the way that a recipe names. ValueError if its settings contradict each other."
-    if r.method not in WAYS and r.method in METHODS: return by_score(r)
-    if r.method not in WAYS: raise ValueError(f'method={r.method}: give one of {", ".join(WAYS | METHODS)}')
+    names = ', '.join(WAYS | METHODS)
+    if r.method not in WAYS | METHODS: raise ValueError(f'method={r.method}: give one of {names}')
+    if r.method not in WAYS: return by_score(r)
     if r.per_layer or r.repair not in ('nothing', 'scaled'):
         raise ValueError(f'method={r.method}: per_layer and repair are for scores; leave them out')
     return WAYS[r.method](r)
