@@ -77,6 +77,7 @@ def masked(
     def attention_begins(i, attn, args, kwargs): now.update(split(base, kwargs.pop(key)[i], units))
     def multiply(kind, stay, projection, args):
         x, z = args[0], now[kind][..., stay].to(args[0].device) # (n), or (b n) for each example
+        assert z.dim() == 1 or len(z) == len(x), 'loss: give the model all rows of the batch, once'
         z = z.repeat_interleave(x.shape[-1] // z.shape[-1], -1)
         return ((x * (z if z.dim() == 1 else z[:, None])).to(x.dtype),)
     with ExitStack() as hooks:

@@ -6,6 +6,7 @@
 __all__ = ['RIDGE', 'REPAIRS', 'gram', 'nothing', 'scaled', 'least_squares']
 
 # %% ../nbs/beyond/01_repair.ipynb #3fdfb91c
+import warnings
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .gates import output_scale
@@ -42,6 +43,8 @@ def least_squares(model, keep: Tensor, data):
         (W, bias), (new, new_bias) = heads.projection(i), heads.projection(i, small)
         W, K = W.double(), stays.repeat_interleave(len(W) // len(stays)).to(W.device)
         if bias is not None: W, K = torch.cat([W, bias[None]]), F.pad(K, (0, 1), value=True)
+        if i == 0 and G[-1, -1] < len(W):
+            warnings.warn(f'repair: {int(G[-1, -1])} tokens for {len(W)} weights of each output; give more')
         G = G[:len(W), :len(W)]                                # without the 1, if there is no bias
         A = G[K][:, K]
         ridge = RIDGE * A.diagonal().mean() * torch.eye(len(A)).to(A)

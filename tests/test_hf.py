@@ -144,6 +144,7 @@ def test_train_gates(kind):
                       ('no label counts', lambda: open_units(none, .5)),
                       ('not in all batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('ignores the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
+                      ('all rows of the batch', lambda: open_units(batches, .5, loss=lambda model, x: model(x['input_ids'][:1]).logits.sum())),
                       ('not one number per head', lambda: hf.remove_heads(model, half, units='both')),
                       ('not one number per head', lambda: hf.remove_heads(less, torch.ones(3, 8), units='both')), # it has 9
                       ('more is gone already', lambda: hf.train_gates(small, batches, .4)),

@@ -89,6 +89,10 @@ def test_wrong_numbers_are_refused_and_the_model_left_in_its_mode():
         with pytest.raises((ValueError, IndexError)): ask()
         assert net.training
 
+def test_too_little_text_for_least_squares_is_said():
+    net = model(d_model=128)
+    with pytest.warns(UserWarning, match='tokens for'): REPAIRS['least_squares'](net, KEEP, IDS[:65])
+
 def test_a_mask_alone_multiplies_by_one():
     net, keep = model().eval().double(), KEEP.double()
     want = evaluate(net, IDS, keep)
