@@ -73,7 +73,6 @@ class Corpus:
     test: np.ndarray
     vocab: list[str] # symbol of each id
     unit: str # char, word or raw
-    normal: bool = False # normalized before it was split into words?
     @classmethod
     def from_symbols(cls,
         parts: list, # one text, cut at 90 % and 95 %, or three; each yields lists of symbols
@@ -113,7 +112,7 @@ class Corpus:
     @property
     def kind(self) -> str:
         "Unit and alphabet, for people."
-        kinds = dict(char='a-z and space', raw='all characters', word='words' + ' of a-z' * self.normal)
+        kinds = dict(char='a-z and space', raw='all characters', word='words')
         return f'{self.unit} ({kinds[self.unit]})'
     def decode(self, ids) -> str:
         "Convert ids back to text."
