@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 import safetensors.torch, torch
 from fastcore.basics import patch
-from ..gates import HeadGates
 from ..model import LM, LMConfig
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #ae249362
@@ -166,14 +165,3 @@ def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation 
     with torch.device('meta'): model = build(LMConfig(**config), cls).eval()
     model.load_state_dict(parts.get('model', {}), assign=True)
     return model
-
-# %% ../../nbs/engine/02_checkpoint.ipynb #447d51ea
-@patch(cls_method=True)
-def from_pretrained(cls: HeadGates, path: str|Path) -> HeadGates: # on the CPU, in evaluation mode
-    "Load the gates of a model saved with `gates=gates.state_dict()`."
-    config, parts = load(path)
-    with torch.device('meta'): gates = cls(config['n_layer'], config['n_head']).eval()
-    gates.load_state_dict(parts.get('gates', {}), assign=True)
-    if 'z' in parts and not torch.allclose(gates(), parts['z']['z']):
-        raise OSError(f'{path}: not gates of class {cls.__name__}; take z from z.safetensors')
-    return gates

@@ -66,12 +66,9 @@ def _save(s, folder, about, modules, log): # run directory; constants; modules b
     world, parts = Processes(), {name: m.state_dict() for name, m in modules.items()}
     if s.mems is not None: parts['mems'] = dict(mems=world.all_gather(s.mems))
     for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
-    phase, tensors = about['phase'], (x for part in parts.values() for x in part.values())
-    if not all(x.isfinite().all() for x in tensors if torch.is_tensor(x)):
-        raise FloatingPointError(f'{phase}: not finite before step {s.step}; give a smaller lr or lam')
     if world.rank == 0:
         config = about | dict(step=s.step)
-        checkpoint.save_step(folder/'checkpoints', phase, s.step, config, **parts, log=log)
+        checkpoint.save_step(folder/'checkpoints', about['phase'], s.step, config, **parts, log=log)
         write_metrics(folder, log['records'])
     world.barrier()
 
@@ -89,8 +86,9 @@ def _restore(s, folder, about, modules): # -> log; None: this phase has no check
     s.step = config['step']
     return parts['log']
 
-def _new_log(folder, phase, resume): # keep the records of other phases
-    log = read_log(folder)
+def _begin(s, folder, about, modules, resume): # -> log; a new one keeps the records of other phases
+    if resume and (log := _restore(s, folder, about, modules)): return log
+    log, phase = read_log(folder), about['phase']
     others = [r for r in log['records'] if r['phase'] != phase]
     saved = others != log['records'] or checkpoint.saved_steps(folder/'checkpoints', phase)
     if saved and not resume:
@@ -132,7 +130,7 @@ def train(
         set_seed(r.seed, s.step, world.rank)
         return text_loss(*args)
     with Signals() as signals:
-        if run_dir: log = resume and _restore(s, folder, about, modules) or _new_log(folder, phase, resume)
+        if run_dir: log = _begin(s, folder, about, modules, resume)
         since = time.monotonic() - log['seconds'].get(phase, 0)
         bar = Progress(phase, r.steps, s.step, show=world.rank == 0)
         streams = world.shard(Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name))
