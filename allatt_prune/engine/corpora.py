@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
-from .checkpoint import new_folder, read, seal, sweep, write_file
+from .checkpoint import new_folder, read, sweep, write_file
 from ..data import UNKNOWN, Corpus, DataError, normalize, pydocs, shuffled
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
@@ -104,7 +104,6 @@ def _save(corpus, folder):
     with new_folder(folder) as tmp:
         for s in SPLITS: np.save(tmp/f'{s}.npy', getattr(corpus, s))
         write_file(tmp/'corpus.json', json.dumps(dict(vocab=corpus.vocab, unit=corpus.unit)).encode())
-        seal(tmp, sorted(p.name for p in tmp.iterdir()))
 
 # %% ../../nbs/engine/03_corpora.ipynb #206056e8
 def load_corpus(

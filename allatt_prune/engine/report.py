@@ -39,8 +39,8 @@ def measure(
         heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
         size, macs = count_params(m), round(count_macs(m, batch)['total'])
         rows.append(dict(
-            model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=size['blocks'], params=size['total'],
-            macs=macs, unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
+            model=name, heads=heads, of=cfg.n_layer*cfg.n_head,
+            blocks=size['blocks'], params=size['total'], macs=macs, unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
             tokens=[valid.tokens, test.tokens], ms=t.median, spread=t.spread))
     bar.close()
     return rows
@@ -57,8 +57,8 @@ blocks: millions of parameters without embeddings; ms per segment: median ± hal
 def table(rows: list[dict]) -> str: # from `measure`
     "Format rows as a Markdown table; `LEGEND` explains it."
     name, digits = ('perplexity', 2) if rows[0]['unit'] == 'word' else ('bits per character', 3)
-    cells = [[r['model'], f"{r['heads']} of {r['of']}", f"{r['blocks']/1e6:.3g}", f"{r['test']:.{digits}f}",
-              f"{r['ms']:.1f} ± {r['spread']/2:.1f}"] for r in rows]
+    cells = [[r['model'], f"{r['heads']} of {r['of']}", f"{r['blocks']/1e6:.3g}",
+              f"{r['test']:.{digits}f}", f"{r['ms']:.1f} ± {r['spread']/2:.1f}"] for r in rows]
     return markdown(['', 'heads', 'blocks', f'{name} of test text', 'ms'], cells)
 
 def summary(rows: list[dict]) -> str: # from `measure`
@@ -66,12 +66,12 @@ def summary(rows: list[dict]) -> str: # from `measure`
     by = {r['model']: r for r in rows}
     if not {'baseline', 'pruned'} <= {*by}: return ''
     whole, pruned, against = by['baseline'], by['pruned'], 'control' if 'control' in by else 'baseline'
-    gone = whole['heads'] - pruned['heads']
+    n, gone = whole['heads'], whole['heads'] - pruned['heads']
     blocks, total, time = (1 - pruned[k] / whole[k] for k in ('blocks', 'params', 'ms'))
     worse = pruned['test'] - by[against]['test']
     cost = f'{worse:+.2f} perplexity' if whole['unit'] == 'word' else f'{worse:+.3f} bits per character'
-    return (f"Pruned {gone} of {whole['heads']} heads ({gone / whole['heads']:.0%}): {blocks:.0%} fewer parameters in the "
-            f"blocks ({total:.0%} of all), {abs(time):.0%} {'less' if time > 0 else 'more'} time per segment, "
+    return (f"Pruned {gone} of {n} heads ({gone / n:.0%}): {blocks:.0%} fewer parameters in the blocks "
+            f"({total:.0%} of all), {abs(time):.0%} {'less' if time > 0 else 'more'} time per segment, "
             f"{cost} against the {against}.")
 
 # %% ../../nbs/engine/07_report.ipynb #6c98eae9

@@ -112,7 +112,6 @@ def _finished(run_dir, models): # rows of a complete run; else None
 def _begin(run_dir, baseline, files): # create a run directory with its first files, all or none
     with checkpoint.new_folder(run_dir) as tmp:
         for name, x in files.items(): checkpoint.write_file(tmp/name, json.dumps(x, indent=1).encode())
-        checkpoint.seal(tmp, list(files))
         if baseline:
             config, parts = checkpoint.load(baseline)
             checkpoint.save(tmp/'baseline', config, **parts)
