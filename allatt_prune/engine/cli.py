@@ -110,8 +110,8 @@ def _time(args):
     print(engine.report.markdown(['', 'heads', 'ms', 'of the roofline'], rows))
 
 # %% ../../nbs/engine/09_cli.ipynb #026a5ee1
-SHOWN = '''corpus unit n_layer d_model n_head n_persistent seg_len mem_len dropout steps lr batch optimizer
-    dtype seed sparsity lam method repair prune_steps prune_lr gate_steps teacher'''.split() # explained
+SHOWN = '''corpus unit n_layer d_model n_head n_persistent seg_len mem_len dropout steps lr batch
+    optimizer dtype seed sparsity lam method repair prune_steps prune_lr gate_steps teacher'''.split()
 SHAPE = [f for f in SETTINGS if hasattr(LMConfig, f)] + ['corpus', 'batch', 'dtype'] # of `time`
 
 def boolean(text): return bool(('false', 'true').index(text))

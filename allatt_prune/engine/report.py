@@ -40,7 +40,8 @@ def measure(
         size, macs = count_params(m), round(count_macs(m, batch)['total'])
         rows.append(dict(
             model=name, heads=heads, of=cfg.n_layer*cfg.n_head,
-            blocks=size['blocks'], params=size['total'], macs=macs, unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
+            blocks=size['blocks'], params=size['total'], macs=macs,
+            unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
             tokens=[valid.tokens, test.tokens], ms=t.median, spread=t.spread))
     bar.close()
     return rows
@@ -51,8 +52,9 @@ def markdown(head: list, rows: list[list], text: int = 1) -> str: # left-aligned
     def line(cells): return '|' + ''.join(f' {c} |' if f'{c}' else ' |' for c in cells)
     return '\n'.join([line(head), '|' + '---|'*text + '---:|'*(len(head) - text), *map(line, rows)])
 
-LEGEND = """gated: closed heads are multiplied by 0; control: the baseline, trained as long without gates;
-blocks: millions of parameters without embeddings; ms per segment: median ± half interquartile range."""
+LEGEND = """gated: closed heads are multiplied by 0; control: the baseline, trained as long without
+gates; blocks: millions of parameters without embeddings; ms per segment: median ± half the
+interquartile range."""
 
 def table(rows: list[dict]) -> str: # from `measure`
     "Format rows as a Markdown table; `LEGEND` explains it."
