@@ -4,7 +4,7 @@ import importlib as _importlib, sys as _sys, types as _types
 
 _HOMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', remove_heads='remove',
               get_recipe='config', train='train', evaluate='train') # loaded when asked for, as PyTorch is slow
-_METHODS = dict(model=['engine.checkpoint', 'engine.generate'], gates=['engine.checkpoint']) # modules that give their classes methods
+_METHODS = dict(model=['engine.checkpoint', 'engine.generate']) # modules that give their classes methods
 __all__ = [*_HOMES]
 
 def _load(module): return _importlib.import_module(f'{__name__}.{module}')

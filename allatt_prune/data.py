@@ -71,7 +71,6 @@ class Corpus:
     test: np.ndarray
     vocab: list[str] # symbol of each id
     unit: str # char, word or raw
-    normal: bool = False # normalized before it was split into words?
     @classmethod
     def from_symbols(cls,
         parts: list, # one text, cut at 90 % and 95 %, or three; each yields lists of symbols

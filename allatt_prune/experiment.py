@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from .engine.checkpoint import load, verify, write_file
+from .engine.checkpoint import load, read, verify, write_file
 from .engine.report import markdown
-from .engine.resume import read_metrics
 from .engine.run import MODELS, pick_device, run
 from .timing import environment
 from .config import Recipe
@@ -27,9 +26,9 @@ SMALL = dict(corpus='pydocs', n_layer=1, d_model=32, n_persistent=16, seg_len=16
 # %% ../nbs/experiments/experiment.ipynb #68c25c37
 def outcome(run_dir: str|Path) -> dict: # its report; curves: step, loss, expected open heads; final pi
     "Summary of a finished run."
-    verify(run_dir, 'run_dir')
+    verify(run_dir)
     found, curves = json.loads((Path(run_dir)/'report.json').read_bytes()), {}
-    for r in read_metrics(run_dir):
+    for r in map(json.loads, read(run_dir, 'metrics.jsonl').splitlines()):
         opened = [round(sum(map(sum, r['open_prob'])), 2)] if 'open_prob' in r else []
         curves.setdefault(r['phase'], []).append([r['step'], round(r['loss'], 4), *opened])
     gates = load(Path(run_dir)/'gated')[1]['gates'] if 'gated' in curves else {}

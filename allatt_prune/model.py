@@ -92,11 +92,11 @@ class LM(nn.Module):
     "Language model with segment memory. Paper, §3.1."
     def __init__(self,
         cfg: LMConfig,
-        attend=attend, softmax=TiedSoftmax # or `attend` and `AdaptiveSoftmax` of the engine
+        attend=attend, softmax=TiedSoftmax # or `attend` and, with cutoffs, `AdaptiveSoftmax` of the engine
     ):
         super().__init__()
         self.cfg, self.attend, self.softmax, c = cfg, attend, softmax, cfg.d_model
-        self.words = softmax(cfg.vocab, c, cfg.cutoffs)
+        self.words = (softmax if cfg.cutoffs else TiedSoftmax)(cfg.vocab, c, cfg.cutoffs)
         self.pos = nn.Parameter(torch.randn(cfg.window, c))
         self.layers = nn.ModuleList(Layer(cfg, h, attend) for h in cfg.layer_heads)
         self.norm = nn.LayerNorm(c)

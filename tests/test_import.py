@@ -71,7 +71,6 @@ def test_the_first_import_may_be_any():
     assert len(MODULES) > 20
     each_in_a_new_process([f'import allatt_prune.{first}\nfrom {home} import LM\nLM.save_pretrained, LM.from_pretrained, LM.infer'
                            for first in MODULES for home in ('allatt_prune', 'allatt_prune.model')])
-    each_in_a_new_process([f'from {home} import HeadGates\nHeadGates.from_pretrained' for home in ('allatt_prune', 'allatt_prune.gates')])
 
 ORDERS = """import allatt_prune.train
 from allatt_prune import train

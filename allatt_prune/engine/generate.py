@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/engine/06_generate.ipynb #d6560226
 import math, torch
-from collections.abc import Iterator
 from fastcore.basics import patch
 from torch import Tensor
 from ..model import LM
@@ -26,28 +25,22 @@ def infer(self: LM,
 
 # %% ../../nbs/engine/06_generate.ipynb #f0966514
 @patch
-def write(self: LM,
+def generate(self: LM,
     ids: Tensor, # (b t), text so far
     n: int, # symbols to add
     temperature: float = 1., # divides the logits; 0: always the most probable symbol
     z: Tensor|None = None, # (l h) head multipliers
     top_k: int = 0 # sample from the k most probable symbols; 0: all
-) -> Iterator[Tensor]: # (b 1), n times
+) -> Tensor: # (b t+n)
     "Continue a text, one symbol at a time."
     assert temperature >= 0, temperature
-    cache = None
+    parts, cache = [ids], None
     for _ in range(n):
-        logits, cache = self.infer(ids, cache, z)
+        logits, cache = self.infer(parts[-1], cache, z)
         last = logits[:, -1]
         if 0 < top_k < last.shape[1]:
             last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
-        best, ids = last.max(-1, keepdim=True)
-        if temperature: ids = ((last - best) / temperature).softmax(-1).multinomial(1)
-        yield ids
-
-@patch
-def generate(self: LM,
-    ids: Tensor, n: int, temperature: float = 1., z: Tensor|None = None, top_k: int = 0 # as for `write`
-) -> Tensor: # (b t+n)
-    "Return a text and its continuation."
-    return torch.cat([ids, *self.write(ids, n, temperature, z, top_k)], 1)
+        best, new = last.max(-1, keepdim=True)
+        if temperature: new = ((last - best) / temperature).softmax(-1).multinomial(1)
+        parts.append(new)
+    return torch.cat(parts, 1)

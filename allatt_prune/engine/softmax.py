@@ -14,11 +14,11 @@ from ..model import wide
 
 # %% ../../nbs/engine/01_softmax.ipynb #0fbf86ac
 class AdaptiveSoftmax(nn.Module):
-    "Tied adaptive embedding and softmax. arXiv 1609.04309, 1809.10853."
+    "Tied embedding and softmax over several clusters. arXiv 1609.04309, 1809.10853."
     def __init__(self,
         vocab: int, # words v, most frequent first
         width: int, # model width c
-        cutoffs: list[int] = () # first word of each further cluster; none: ordinary softmax
+        cutoffs: list[int] # first word of each further cluster
     ):
         super().__init__()
         self.edges = [0, *cutoffs, vocab]
@@ -26,7 +26,6 @@ class AdaptiveSoftmax(nn.Module):
         normal = lambda std, *shape: nn.Parameter(torch.randn(shape) * std)
         self.emb = nn.ParameterList(normal(.02, n, d) for n, d in zip(self.sizes, dims))
         self.bias = nn.Parameter(torch.zeros(vocab))
-        if not cutoffs: return
         self.proj = nn.ParameterList(normal(d**-.5, width, d) for d in dims)
         self.out = normal(width**-.5, width, width)
         self.clusters = nn.Linear(width, len(cutoffs))
@@ -40,7 +39,6 @@ class AdaptiveSoftmax(nn.Module):
 @patch
 def embed(self: AdaptiveSoftmax, ids: Tensor) -> Tensor: # (b t) -> (b t c)
     "Embed words."
-    if len(self.emb) == 1: return F.embedding(ids, self.emb[0])
     x, cluster = self.emb[0].new_zeros(*ids.shape, self.out.shape[0]), self.cluster(ids)
     for i, (e, p) in enumerate(zip(self.emb, self.proj)):
         x[cluster == i] = F.linear(F.embedding(ids[cluster == i] - self.edges[i], e), p).to(x.dtype)
@@ -50,17 +48,14 @@ def embed(self: AdaptiveSoftmax, ids: Tensor) -> Tensor: # (b t) -> (b t c)
 @patch
 def scores(self: AdaptiveSoftmax, h: Tensor, i: int) -> Tensor: # (... c), cluster -> (... its words)
     "Logits of a cluster's words, in float32; for cluster 0 also of the further clusters."
-    if len(self.emb) > 1: h = F.linear(h, self.out) if i == 0 else h @ self.proj[i]
+    h = F.linear(h, self.out) if i == 0 else h @ self.proj[i]
     own = F.linear(h, self.emb[i], self.bias[self.edges[i]:self.edges[i+1]])
-    if len(self.emb) > 1 and i == 0: own = torch.cat([own, self.clusters(h)], -1)
-    return wide(own)
+    return wide(torch.cat([own, self.clusters(h)], -1) if i == 0 else own)
 
 @patch
 def logits(self: AdaptiveSoftmax, h: Tensor) -> Tensor: # (... c) -> (... v)
-    "Logits of all words; with several clusters, log-probabilities."
-    first = self.scores(h, 0)
-    if len(self.emb) == 1: return first
-    first, n = first.log_softmax(-1), self.sizes[0]
+    "Log-probabilities of all words."
+    first, n = self.scores(h, 0).log_softmax(-1), self.sizes[0]
     rest = [first[..., n+i-1, None] + self.scores(h, i).log_softmax(-1) for i in range(1, len(self.emb))]
     return torch.cat([first[..., :n], *rest], -1)
 
