@@ -17,10 +17,11 @@ from tqdm import trange
 from .hf_heads import masked, present, remove_heads, shape, split
 from .hf_models import (PRUNED, add_architecture, architecture, attentions, layers, projections,
                                     weight_rows)
-from .importance import evaluating, keep_mask
+from .importance import keep_mask
 from .model import wide
 from .remove import unwrapped
 from .targets import Target, TargetGates
+from .train import evaluating
 
 # %% ../nbs/beyond/07_hf.ipynb #61b7c1dd
 def is_causal(model) -> bool:

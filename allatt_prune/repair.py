@@ -10,7 +10,8 @@ import warnings
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .gates import output_scale
-from .importance import evaluating, heads_of
+from .importance import heads_of
+from .train import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
 @torch.no_grad()

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['TrainState', 'train_steps', 'lr_at', 'make_optimizers', 'l0_penalty', 'set_seed', 'record', 'train', 'Score',
-           'evaluate']
+           'evaluating', 'evaluate']
 
 # %% ../nbs/method/05_train.ipynb #40bde7f0
 import hashlib, math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 import numpy as np, torch, torch.nn.functional as F
 from einops import rearrange
@@ -137,6 +138,13 @@ class Score(float):
         return self.perplexity if unit == 'word' else self.bits
 
 # %% ../nbs/method/05_train.ipynb #5a96e042
+@contextmanager
+def evaluating(model: nn.Module):
+    "Put the model into evaluation mode inside a `with` block."
+    mode = model.training
+    try: yield model.eval()
+    finally: model.train(mode)
+
 @torch.no_grad()
 def evaluate(
     model: LM,
@@ -154,12 +162,11 @@ def evaluate(
     x, y = F.pad(ids[:-1], (0, -n % b)), F.pad(ids[1:], (0, -n % b), value=-100) # -100: ignored
     x, y = (rearrange(a, '(b n) -> b n', b=b) for a in (x, y))
     step = max(128, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
-    mode, total, mems = model.training, torch.zeros((), dtype=torch.float64, device=x.device), None
-    model.eval()
-    for i in range(0, x.shape[1], step):
-        targets = y[:, i:i+step]
-        loss, mems = model(x[:, i:i+step], targets, mems, z)
-        if m := (targets != -100).sum(): total += loss.double() * m
-        if after: after(targets.numel())
-    model.train(mode)
+    total, mems = torch.zeros((), dtype=torch.float64, device=x.device), None
+    with evaluating(model):
+        for i in range(0, x.shape[1], step):
+            targets = y[:, i:i+step]
+            loss, mems = model(x[:, i:i+step], targets, mems, z)
+            if m := (targets != -100).sum(): total += loss.double() * m
+            if after: after(targets.numel())
     return Score(total / n)
