@@ -40,11 +40,12 @@ def attend(
     pk: Tensor, # persistent keys (h n d)
     pv: Tensor, # persistent values (h n d)
     *, dropout: float = 0. # probability of dropping an attention weight
-) -> Tensor: # outputs of the heads, before W_o (b h t d)
+) -> Tensor: # outputs of the heads, before the output projection (b h t d)
     "Attend over context and persistent keys in one softmax. Paper, equation 1."
     (t, d), s, m, n = q.shape[-2:], k.shape[-2], r.shape[-2], pk.shape[-2]
     dist = distances(t, s, q.device)
-    by_distance = F.pad(r, (0, 0, 0, s))[:, :s].flip(-2)                # (h s d), the furthest first
+    # one relative key per key position, the furthest first; zeros beyond the window (masked below)
+    by_distance = F.pad(r, (0, 0, 0, s))[:, :s].flip(-2)                # (h s d)
     content = einsum(q + u[:, None], k, 'b h t d, b h s d -> b h t s')
     position = shift(einsum(q + w[:, None], by_distance, 'b h t d, h s d -> b h t s'))
     context = (content + position).masked_fill((dist < 0) | (dist >= m), -math.inf)

@@ -9,6 +9,7 @@ __all__ = ['POSITIVE', 'SHARES', 'CHOICES', 'SETTINGS', 'RECIPES', 'LMConfig', '
 from dataclasses import dataclass, fields, replace
 
 # %% ../nbs/method/02_config.ipynb #6b6ca308
+# the same checks serve Recipe below, which inherits from LMConfig; hence its settings here
 POSITIVE = 'vocab n_layer d_model n_head seg_len batch steps prune_steps log_every score_tokens'.split()
 SHARES = 'dropout attn_dropout sparsity teacher'.split() # between 0 and 1
 CHOICES = dict(optimizer=['lamb', 'adamw'], dtype=['float32', 'bfloat16'])
@@ -32,8 +33,10 @@ class LMConfig:
     def __post_init__(self):
         for f in fields(self):
             x = getattr(self, f.name)
-            x = x.item() if hasattr(x, 'item') else list(x) if isinstance(x, tuple) else x # for JSON
+            # for JSON, NumPy numbers become Python's and tuples lists
+            x = x.item() if hasattr(x, 'item') else list(x) if isinstance(x, tuple) else x
             low, high = int(f.name in POSITIVE), 1 if f.name in SHARES else 2**63 - 1
+            # gate_init (pi) may be negative
             if f.type in (int, float, bool) and f.name != 'gate_init' and not low <= x <= high:
                 raise ValueError(f'{f.name}={x}: give {low} to {high}')
             if x not in CHOICES.get(f.name, [x]):
@@ -48,7 +51,9 @@ class LMConfig:
 
 # %% ../nbs/method/02_config.ipynb #35accfdf
 def clusters(
-    vocab: int, width: int, cutoffs: list[int] = () # words v; width c; first words of the other clusters
+    vocab: int, # number of words v
+    width: int, # width c
+    cutoffs: list[int] = () # first words of the other clusters
 ) -> list[tuple[int, int]]: # per cluster: number of words, width
     "Split the vocabulary into clusters. arXiv 1609.04309, 1809.10853."
     edges = [0, *cutoffs, vocab]
@@ -81,10 +86,10 @@ class Recipe(LMConfig):
     gate_init: float = 2. # initial pi, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
     method: str = 'gates' # how to choose heads: gates (trained), or a score
-    sparsity: float = 0. # share of heads to remove; 0: as many as trained gates close at lam
+    sparsity: float = 0. # share of heads to remove; required by scores; 0: as many as gates close at lam
     per_layer: bool = False # with a score, remove the same share in every layer
     score_tokens: int = 10_000 # tokens of training text read by a score
-    repair: str = 'nothing' # training-free repair after a score has removed heads
+    repair: str = 'nothing' # training-free repair after a score has removed heads; scaled, least_squares
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char (a-z and space), word, or raw (all characters); empty: usual unit of the corpus
     dtype: str = 'float32' # float32, or bfloat16 for the matrix products of training (autocast)
@@ -99,9 +104,9 @@ class Recipe(LMConfig):
         return LMConfig(**shape | dict(vocab=vocab, cutoffs=[c for c in self.cutoffs if c < vocab]))
     def pruning(self) -> 'Recipe':
         "Recipe with the schedule of the pruning phase in place of the baseline's. Paper, §4.1.2."
-        none = {} if self.prune_dropout else dict(dropout=0., attn_dropout=0.)
+        off = {} if self.prune_dropout else dict(dropout=0., attn_dropout=0.)
         return replace(self, steps=self.prune_steps, warmup=self.prune_warmup,
-                       lr=self.prune_lr, lr_min=self.prune_lr_min, **none)
+                       lr=self.prune_lr, lr_min=self.prune_lr_min, **off)
 
 # %% ../nbs/method/02_config.ipynb #729b5749
 SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')]
@@ -124,6 +129,7 @@ _wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1; cutoffs o
 RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny),
            'best': Recipe(**_books | _best), 'tiny-books': Recipe(**_books),
            'tiny-books-word': Recipe(**_books | _words)}
+# a setting and the phase that it is part of; gate_steps before lam_warmup, which depends on it
 _PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps',
               lam_warmup='gate_steps')
 
@@ -132,6 +138,7 @@ def adjusted(r: Recipe, **changes) -> Recipe: # settings to change
     new = replace(r, **changes)
     for part, whole in _PARTS.items():
         n, old = getattr(new, whole), getattr(r, whole)
+        # scaled down in proportion, unless given
         if part not in changes and n < old: setattr(new, part, round(getattr(r, part) * n / old))
         if (m := getattr(new, part)) > n: raise ValueError(f'{part}={m}: longer than {whole}={n}')
     return new

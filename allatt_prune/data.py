@@ -27,7 +27,7 @@ def shuffled(names) -> list[str]:
     "Sort names by their hashes: an arbitrary order that is the same on every machine."
     return sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
 
-def _docstrings(path): # of a Python source file, in no particular order
+def _docstrings(path): # of a Python source file; outer ones first
     try: nodes = ast.walk(ast.parse(path.read_bytes()))
     except (SyntaxError, ValueError): return [] # some files of the library are broken on purpose
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
@@ -73,23 +73,27 @@ class Corpus:
     unit: str # char, word or raw
     @classmethod
     def from_symbols(cls,
-        parts: list, # one text, cut at 90 % and 95 %, or three; each yields lists of symbols
+        parts: list, # [text] or [training, validation, test]; each yields lists or strings of symbols
         unit: str, # char, word or raw
         name: str = 'text', # name in messages
         vocab: list[str]|None = None # of a model, in order of its ids; None: from the training part
     ):
         "Make a corpus from symbols: number them as they appear, then by training counts."
+        # number[s]: next free integer at the first look-up of s; ends[i]: where part i ends
         number, ids, ends = defaultdict(itertools.count().__next__), array('q'), []
         for part in parts:
             for symbols in part: ids.extend(map(number.__getitem__, symbols))
             ends.append(len(ids))
+        # one text is cut at 90 % and 95 %
         if len(ends) == 1: ends = [round(.9 * len(ids)), round(.95 * len(ids))]
         ids = np.frombuffer(ids, np.int64)
         if vocab is None:
+            # only symbols of the training part, in order of appearance; stable sorting settles ties
             counts = np.bincount(ids[:ends[0]], minlength=len(number)).tolist()
             counts = {s: n for s, n in zip(number, counts) if n}
             vocab = sorted(counts, key=counts.get, reverse=True) if unit == 'word' else sorted(counts)
             if len(counts) < len(number) and UNKNOWN[unit] not in counts: vocab.append(UNKNOWN[unit])
+        # table: number in order of appearance -> id
         table = np.array(symbol_ids([*number], vocab, unit, name), np.min_scalar_type(len(vocab) - 1))
         return cls(name, *np.split(table[ids], ends[:2]), list(vocab), unit)
     @classmethod
@@ -119,11 +123,13 @@ class Streams:
         seg_len: int, # segment length t
         name: str = 'text' # name of the text in the error message
     ):
+        # length of a stream, whole segments only
         n = (len(ids) - 1) // batch // seg_len * seg_len
         if n <= 0:
             raise DataError(f'corpus={name}: {len(ids)} symbols, but {batch} streams of {seg_len} '
                             f'need {batch*seg_len + 1}; give more text')
         ids = np.asarray(ids)
+        # targets: one position later
         self.x, self.y = (rearrange(ids[i:][:batch*n], '(b n) -> b n', b=batch) for i in (0, 1))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len

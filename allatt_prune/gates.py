@@ -16,6 +16,7 @@ BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature (the paper's code); stretch (arX
 
 def bin_concrete(log_alpha: Tensor) -> Tensor: # pi -> s' in [0, 1], same shape
     "Sample stretched and clipped BinConcrete variables. Paper, §3.2; arXiv 1712.01312."
+    # keep u off 0 and 1, so that neither logarithm is infinite
     u = torch.rand_like(log_alpha).clamp(torch.finfo(log_alpha.dtype).tiny, 1 - 2**-24)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / BETA)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)

@@ -30,7 +30,12 @@ class AllAttention(nn.Module):
         for f in (self.wq, self.wk, self.wv, self.wr, self.wo): nn.init.normal_(f.weight, std=c**-.5)
         nn.init.zeros_(self.wo.bias)
 
-    def forward(self, x, mem, pos, z=None): # (b t c), (b s-t c) or cache, (m c), (h) -> (b t c), cache
+    def forward(self,
+        x: Tensor, # input (b t c)
+        mem, # memory (b s-t c), or a cache; None: nothing before
+        pos: Tensor, # position table (m c)
+        z: Tensor|None = None # head multipliers (h); None: all 1
+    ) -> tuple: # output (b t c); new cache, None without one
         y = self.norm(torch.cat([mem, x], 1) if torch.is_tensor(mem) else x)
         q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
         k, v = (rearrange(f(y), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
@@ -59,11 +64,12 @@ class Layer(nn.Module):
         return x if self.ff is None else x + self.ff(x), new
 
 # %% ../nbs/method/03_model.ipynb #5d6fa645
-def remember(inputs, mems, s): # (b t c) per layer; (l b s c) or None; memory length S -> like mems
+def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s c) or None; S -> like mems
     "Keep the last S inputs of every layer, without gradient. Paper, §3.1."
-    if s == 0: return None
-    new, t = torch.stack([x[:, -s:] for x in inputs]).detach(), inputs[0].shape[1]
-    return new if mems is None or t >= s else torch.cat([mems[:, :, t - s:], new], 2)
+    if mem_len == 0: return None
+    new, t = torch.stack([x[:, -mem_len:] for x in inputs]).detach(), inputs[0].shape[1]
+    # the last S - t old positions, then the new ones
+    return new if mems is None or t >= mem_len else torch.cat([mems[:, :, t - mem_len:], new], 2)
 
 # %% ../nbs/method/03_model.ipynb #f1ed53f0
 def wide(x: Tensor) -> Tensor:
@@ -84,7 +90,7 @@ class TiedSoftmax(nn.Module):
         "Score every symbol."
         return wide(F.linear(h, self.emb[0], self.bias))
     def loss(self, h: Tensor, targets: Tensor) -> Tensor: # (n c), (n) -> () nats
-        "Mean negative log-likelihood of the targets that are not -100."
+        "Mean negative log-likelihood of the targets that are not -100 (PyTorch's mark for 'ignore')."
         return F.cross_entropy(self.logits(h), targets, reduction='sum') / (targets != -100).sum()
 
 # %% ../nbs/method/03_model.ipynb #71f6de32
@@ -92,7 +98,8 @@ class LM(nn.Module):
     "Language model with segment memory. Paper, §3.1."
     def __init__(self,
         cfg: LMConfig,
-        attend=attend, softmax=TiedSoftmax # or `attend` and, with cutoffs, `AdaptiveSoftmax` of the engine
+        attend=attend, # or the faster one of engine.fused
+        softmax=TiedSoftmax # with cutoffs: AdaptiveSoftmax of engine.softmax
     ):
         super().__init__()
         self.cfg, self.attend, self.softmax, c = cfg, attend, softmax, cfg.d_model
@@ -104,9 +111,9 @@ class LM(nn.Module):
     def forward(self,
         ids: Tensor, # symbols (b t), int64
         targets: Tensor|None = None, # symbols to predict (b t); -100: ignored
-        mems: Tensor|None = None, # memory (l b s c) of the last call, or a cache; None: start of text
+        mems: Tensor|list|None = None, # last memory (l b s c), or a cache per layer; None: start of text
         z: Tensor|None = None # head multipliers (l h); None: all 1
-    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v); memory
+    ) -> tuple[Tensor, Tensor|list|None]: # mean nats per target, or logits (b t v); new memory or caches
         cfg, inputs, cache = self.cfg, [], []
         if z is not None and (cfg.heads or z.shape != (cfg.n_layer, cfg.n_head)):
             raise ValueError(f'z={tuple(z.shape)}: not (l h) of a model with all heads')
