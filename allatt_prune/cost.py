@@ -33,6 +33,7 @@ def count_macs(
     scores = 3*t*s*d + 2*t*n*d
     blocks = (sum(cfg.layer_heads) * (project + scores) + cfg.n_layer * t * 2*c*cfg.d_ff) / t
     (first, _), *rest = clusters(cfg.vocab, c, cfg.cutoffs)
+    # first cluster and one logit per further cluster; each further cluster: projection, then its words
     softmax = c * (first + len(rest)) + sum(width * (c + size) for size, width in rest)
     if rest: softmax += 2*c*c                                  # projections at both ends
     return dict(blocks=blocks, softmax=softmax, total=blocks + softmax)

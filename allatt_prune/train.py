@@ -36,11 +36,11 @@ class TrainState:
 def train_steps(
     model: LM, # trained in place
     corpus: Corpus, # text; the training split is read
-    recipe: Recipe, # schedule (the model has its own shape); with gates, that of recipe.pruning()
+    recipe: Recipe, # schedule; its model sizes are ignored; with gates, recipe.pruning() is used
     gates: nn.Module|None = None, # frozen after recipe.gate_steps; None: baseline or control
     *, lr: Callable|None = None, # step (from 0) -> learning rate; None: `lr_at`
     penalty: Callable|None = None, # gates, step -> () nats; None: lambda times the L0 loss
-    text_loss: Callable = LM.__call__, # model, x, y (b t), mems, z -> nats, mems[, nats to record]
+    text_loss: Callable = LM.__call__, # model, x, y (b t), mems, z -> nats, mems (+ a loss to record)
     start: int = 0, # index of the first segment
     state: TrainState|None = None, # resume from this state
     batches=None, # sequence of segments; None: `Streams` of the corpus
@@ -59,13 +59,14 @@ def train_steps(
         x, y = (a.to(device) for a in batches[i])
         set_seed(r.seed, step, 'gates')
         z = None if gates is None else gates.train()()
-        set_seed(r.seed, step, 0)                              # of dropout
+        set_seed(r.seed, step, 0)                              # for dropout; process 0
         with torch.autocast(device.type, torch.bfloat16, enabled=r.dtype == 'bfloat16'):
             loss, s.mems, *nll = text_loss(model.train(), x, y, s.mems, z)
         total = loss + penalty(gates, step) if gating else loss
         for o in s.optimizers: o.zero_grad()
         backward(total)
         norms = [nn.utils.clip_grad_norm_(model.parameters(), r.clip)]
+        # the gates' gradients are only checked to be finite
         if gating: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
         s.loss, s.grad_norm, s.lr = (nll[0] if nll else loss).item(), norms[0].item(), lr(step)
         if not math.isfinite(s.loss + sum(norms)):
