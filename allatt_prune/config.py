@@ -134,7 +134,7 @@ _PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_step
               lam_warmup='gate_steps')
 
 def adjusted(r: Recipe, **changes) -> Recipe: # settings to change
-    "Change settings. A shorter phase gets a shorter warm-up."
+    "Change settings. In a shorter phase, warm-up and gate steps shrink in proportion."
     new = replace(r, **changes)
     for part, whole in _PARTS.items():
         n, old = getattr(new, whole), getattr(r, whole)

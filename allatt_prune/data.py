@@ -73,7 +73,7 @@ class Corpus:
     unit: str # char, word or raw
     @classmethod
     def from_symbols(cls,
-        parts: list, # [text] or [training, validation, test]; each yields lists or strings of symbols
+        parts: list, # one, or training, validation, test; each yields chunks: lists or strings of symbols
         unit: str, # char, word or raw
         name: str = 'text', # name in messages
         vocab: list[str]|None = None # of a model, in order of its ids; None: from the training part

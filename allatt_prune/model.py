@@ -36,10 +36,11 @@ class AllAttention(nn.Module):
         pos: Tensor, # position table (m c)
         z: Tensor|None = None # head multipliers (h); None: all 1
     ) -> tuple: # output (b t c); new cache, None without one
+        # hidden states are projected together with x; a cache is projected already
         y = self.norm(torch.cat([mem, x], 1) if torch.is_tensor(mem) else x)
         q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
         k, v = (rearrange(f(y), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
-        cached, m = isinstance(mem, tuple), self.cfg.window    # a cache: k, v, r; or () at first
+        cached, m = isinstance(mem, tuple), self.cfg.window    # k, v, r; or () at the first segment
         if cached and mem: k, v, r = torch.cat([mem[0], k], 2), torch.cat([mem[1], v], 2), mem[2]
         else: r = rearrange(self.wr(pos), 'm (h d) -> h m d', h=self.h)
         new = (k[:, :, -m:], v[:, :, -m:], r) if cached else None
@@ -64,7 +65,7 @@ class Layer(nn.Module):
         return x if self.ff is None else x + self.ff(x), new
 
 # %% ../nbs/method/03_model.ipynb #5d6fa645
-def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s c) or None; S -> like mems
+def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; S -> like mems
     "Keep the last S inputs of every layer, without gradient. Paper, §3.1."
     if mem_len == 0: return None
     new, t = torch.stack([x[:, -mem_len:] for x in inputs]).detach(), inputs[0].shape[1]
@@ -111,13 +112,13 @@ class LM(nn.Module):
     def forward(self,
         ids: Tensor, # symbols (b t), int64
         targets: Tensor|None = None, # symbols to predict (b t); -100: ignored
-        mems: Tensor|list|None = None, # last memory (l b s c), or a cache per layer; None: start of text
+        mems: Tensor|list|None = None, # last memory (l b s-t c), or a cache per layer; None: start of text
         z: Tensor|None = None # head multipliers (l h); None: all 1
     ) -> tuple[Tensor, Tensor|list|None]: # mean nats per target, or logits (b t v); new memory or caches
         cfg, inputs, cache = self.cfg, [], []
         if z is not None and (cfg.heads or z.shape != (cfg.n_layer, cfg.n_head)):
             raise ValueError(f'z={tuple(z.shape)}: not (l h) of a model with all heads')
-        assert not torch.is_tensor(mems) or mems.shape[:2] == (cfg.n_layer, len(ids)), 'mems: (l b s c)'
+        assert not torch.is_tensor(mems) or mems.shape[:2] == (cfg.n_layer, len(ids)), 'mems: (l b s-t c)'
         x = F.dropout(self.words.embed(ids) * cfg.d_model**.5, cfg.dropout, self.training)
         for i, layer in enumerate(self.layers):
             inputs.append(x)
