@@ -46,6 +46,7 @@ def segment_job(
     t, ids = model.cfg.seg_len, ids.to(model.pos.device)
     if targets is not None: targets = targets.to(ids.device)
     mems = _memory(model.eval(), ids[:, :-t], z)
+    # a decorator, because the job runs after this function has returned
     return torch.inference_mode()(lambda: model(ids[:, -t:], targets, mems, z)[0])
 
 # %% ../nbs/method/08_timing.ipynb #eabb4ef0

@@ -61,7 +61,7 @@ def train_steps(
         z = None if gates is None else gates.train()()
         set_seed(r.seed, step, 0)                              # for dropout; process 0
         with torch.autocast(device.type, torch.bfloat16, enabled=r.dtype == 'bfloat16'):
-            loss, s.mems, *nll = text_loss(model.train(), x, y, s.mems, z)
+            loss, s.mems, *nll = text_loss(model.train(), x, y, s.mems, z) # nll: loss of the text alone
         total = loss + penalty(gates, step) if gating else loss
         for o in s.optimizers: o.zero_grad()
         backward(total)
