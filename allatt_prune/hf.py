@@ -52,17 +52,19 @@ class HFHeads:
         self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
         if len({'labels' in x for x in self.batches}) > 1: raise ValueError('labels: not in all batches')
         self.batches = [self.complete(x) for x in self.batches]
+        self.first, self.below = 0, {}                         # of `mean_loss`
     @torch.no_grad()
     def complete(self, x): # batch -> with mask and labels or target, on the model's device
         assert 'input_ids' in x, 'batches: give dicts of tensors, with input_ids'
         x = {name: v.to(self.model.device) for name, v in x.items()}
         x = {'attention_mask': torch.ones_like(x['input_ids'])} | x
         if self.loss: return x
-        classes = not x.get('labels', x['input_ids']).is_floating_point()
-        if not classes or {'label', 'label_ids', 'start_positions'} & {*x}:
+        odd = 'labels' in x and (x['labels'].is_floating_point() or self.model.config.num_labels == 1)
+        if odd or {'label', 'label_ids', 'start_positions'} & {*x}:
             raise ValueError('labels: not classes named labels; for another task, give a loss')
-        if is_causal(self.model):                              # predicts its own tokens, without padding
-            return dict(labels=x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)) | x
+        if is_causal(self.model):                              # predicts its own tokens
+            real = x['attention_mask'] * F.pad(x['attention_mask'], (1, 0))[:, :-1] # not from padding
+            return dict(labels=x['input_ids'].masked_fill(real == 0, -100)) | x
         if 'labels' in x: return x
         with evaluating(self.model): return x | dict(whole=_outputs(self.model, x))
     def read(self):
@@ -82,7 +84,8 @@ class HFHeads:
     @torch.no_grad()
     def mean_loss(self, z=None, first=0): # over labels, in evaluation mode; `first` as in `LMHeads`
         first = 0 if self.loss else first                      # layers below are computed once per batch
-        if not first: self.below = {}                          # by batch: number and output of a layer
+        if first < self.first: self.below = {}                # by batch: number and output of a layer
+        self.first = first
         def reused(n, compute, *args, **kwargs):
             if n > self.below.get(self.now, (-1,))[0]: self.below[self.now] = n, compute(*args, **kwargs)
             return self.below[self.now][1]                     # lower outputs are not read

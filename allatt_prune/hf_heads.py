@@ -106,6 +106,9 @@ def remove_heads(
     there = present(model, units, keep.shape[1])
     if (keep & ~there).any(): raise ValueError('keep: some of these were removed before')
     small = model if inplace else copy.deepcopy(model)
+    old, own = small.config, copy.deepcopy(small.config)
+    for m in small.modules():                                  # other models may share the old one
+        if getattr(m, 'config', None) is old: m.config = own
     if not isinstance(model, Pruned): small.__class__ = pruned_class(type(model))
     small.config.__class__ = small.config_class
     parts = [split(small, x, units) for x in (keep, z, there)]

@@ -141,6 +141,7 @@ def test_train_gates(kind):
     none = [dict(x, labels=torch.full_like(x['labels'], -100)) for x in batches]
     small = hf.remove_heads(model, half)
     for said, ask in (('not classes named labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
+                      ('not classes named labels', lambda: hf.HFHeads(made('bert', num_labels=1), [dict(BATCH, labels=torch.zeros(3).long())])),
                       ('no label counts', lambda: open_units(none, .5)),
                       ('not in all batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('ignores the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
@@ -499,3 +500,26 @@ def test_the_trainer(tmp_path):
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
     assert torch.equal(hidden(train(small, 'small')), hidden(small.eval()))
+
+def test_removal_in_place_leaves_other_models_of_the_same_configuration():
+    config = made('gpt2').config
+    a, b = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+    z = torch.ones(3, 4)
+    z[0, 3] = 0
+    def logits():
+        with torch.no_grad(), hf_heads.masked(b, z): return b(**BATCH).logits
+    before = logits()
+    hf.remove_heads(a, KEEP, inplace=True)
+    assert torch.equal(logits(), before) and b.config.model_type == 'gpt2' != a.config.model_type
+
+def test_padding_on_the_left_predicts_nothing():
+    model, rows = made('llama', task='CausalLM'), [torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 5, 8)]
+    def padded(left): # rows of one batch
+        def fill(x): return pad(x, (8 - len(x), 0) if left else (0, 8 - len(x)))
+        return dict(input_ids=torch.stack([*map(fill, rows)]), attention_mask=torch.stack([fill(torch.ones_like(x)) for x in rows]))
+    right, left = (hf.HFHeads(model, padded(side)) for side in (False, True))
+    assert abs(right.mean_loss() - left.mean_loss()) < 1e-5
+    whole, less, other = torch.ones(2, *right.shape).unbind() + (torch.ones(right.shape),)
+    less[-1, 0], other[1, 0] = 0, 0
+    for z, first in ((whole, 0), (less, 2), (other, 1)): found = right.mean_loss(z, first) # downwards
+    assert abs(found - hf.HFHeads(model, padded(False)).mean_loss(other)) < 1e-6
