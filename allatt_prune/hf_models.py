@@ -107,7 +107,7 @@ def shrink(
 _CODE = 'modeling_allatt_prune' # name of this module in a saved folder
 _CARD = """---
 library_name: transformers
----
+{link}---
 # {name}, pruned
 
 Units left in each layer: {left}.
@@ -148,8 +148,11 @@ class Pruned:
         if card.exists() and not about: return
         autos = [auto for auto, c in _classes(type(cfg)).items() if c is type(self)]
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
-        left = '; '.join(f'{[*map(len, kept)]} of {n} {unit}' for unit, n, kept in cfg.removed())
-        card.write_text(_CARD.format(name=Path(cfg._name_or_path).name or name, left=left,
+        source, size = cfg._name_or_path, cfg.num_attention_heads // n_heads(cfg)
+        units = dict(heads='heads' if size == 1 else f'groups of {size} heads', neurons='groups of neurons')
+        left = '; '.join(f'{[*map(len, kept)]} of {n} {units[kind]}' for kind, n, kept in cfg.removed())
+        link = '' if Path(source).exists() else f'base_model: {source}\n' # a folder, or no name
+        card.write_text(_CARD.format(name=Path(source).name or name, left=left, link=link,
                                      auto=[*autos, odd][0], about=about))
 
 # %% ../nbs/beyond/05_hf_models.ipynb #12a117f4

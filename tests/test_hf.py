@@ -523,3 +523,11 @@ def test_padding_on_the_left_predicts_nothing():
     less[-1, 0], other[1, 0] = 0, 0
     for z, first in ((whole, 0), (less, 2), (other, 1)): found = right.mean_loss(z, first) # downwards
     assert abs(found - hf.HFHeads(model, padded(False)).mean_loss(other)) < 1e-6
+
+def test_a_card_counts_groups_as_groups(tmp_path):
+    whole = made('llama', task='CausalLM')
+    keep = torch.ones(hf.shape(whole))
+    keep[1, 0] = 0
+    hf.remove_heads(whole, keep).save_pretrained(tmp_path)
+    size, n = whole.config.num_attention_heads // keep.shape[1], keep.shape[1]
+    assert size > 1 and f'of {n} groups of {size} heads' in (tmp_path/'README.md').read_text()

@@ -323,6 +323,13 @@ def test_disk_full(world):
 # ---- real signals to the real command
 
 def shell(*args): return [sys.executable, '-m', 'allatt_prune', 'run', *args]
+def test_what_is_not_finite_is_not_saved(world):
+    recipe, text, make = small(save_every=1)
+    def poison(t):
+        if t.step == 2: t.model.pos.data[0, 0] = float('inf')
+    with pytest.raises(FloatingPointError, match='baseline: not finite before step 2'):
+        train(make(), text, recipe, run_dir='finite', after=poison)
+    assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
 
 def test_real_signals(world):
     busy = dict(training=dict(save_every=10, valid_every=0), evaluation=dict(save_every=10, valid_every=1), saving=dict(save_every=1, valid_every=0))

@@ -66,6 +66,9 @@ def _save(s, folder, about, modules, log): # run directory; constants; modules b
     world, parts = Processes(), {name: m.state_dict() for name, m in modules.items()}
     if s.mems is not None: parts['mems'] = dict(mems=world.all_gather(s.mems))
     for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
+    tensors = (x for part in parts.values() for x in part.values() if torch.is_tensor(x))
+    if not all(x.isfinite().all() for x in tensors):           # or the last good checkpoints would go
+        raise FloatingPointError(f"{about['phase']}: not finite before step {s.step}; give a smaller lr or lam")
     if world.rank == 0:
         config = about | dict(step=s.step)
         checkpoint.save_step(folder/'checkpoints', about['phase'], s.step, config, **parts, log=log)

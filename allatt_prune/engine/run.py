@@ -148,6 +148,7 @@ def run(
     else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
     assert recipe.unit in ('', text.unit), f'unit={recipe.unit}: the model was made with {text.unit}'
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
+    if min(len(text.valid), len(text.test)) < 2: raise DataError(f'corpus={text.name}: no held-out text')
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
         first = {'recipe.json': asdict(recipe), 'corpus.json': is_text}
