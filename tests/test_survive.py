@@ -331,6 +331,12 @@ def test_what_is_not_finite_is_not_saved(world):
         train(make(), text, recipe, run_dir='finite', after=poison)
     assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
 
+def test_a_text_without_held_out_part_is_refused_first(world):
+    (world/'held').mkdir()
+    for name, text in (('train', RHYME * 50), ('valid', 'a'), ('test', RHYME)): (world/'held'/f'{name}.txt').write_text(text)
+    with pytest.raises(ValueError, match='no held-out text'): run(small()[0], 'held', run_dir='none', device='cpu')
+    assert not Path('none').exists()
+
 def test_real_signals(world):
     busy = dict(training=dict(save_every=10, valid_every=0), evaluation=dict(save_every=10, valid_every=1), saving=dict(save_every=1, valid_every=0))
     common = dict(SMALL, steps=40, prune_steps=40, gate_steps=20)
