@@ -5,10 +5,9 @@ transformers = pytest.importorskip('transformers')
 from torch.nn.functional import cross_entropy, pad
 from allatt_prune import hf, hf_heads, hf_models, importance
 from allatt_prune.gates import HeadGates
-from allatt_prune.hf_trainer import GateCallback
 from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attention_statistics, keep_mask, score
 from allatt_prune.repair import REPAIRS, least_squares
-from allatt_prune.targets import Target, TargetGates
+from allatt_prune.targets import TargetGates
 
 hf.add_architecture('gpt_neox', 'layers', 'attention.query_key_value attention.dense',
                     'mlp.dense_h_to_4h mlp.dense_4h_to_h') # from outside
@@ -437,54 +436,14 @@ def test_models_in_wrappers(): # which nobody calls
     with hf.masked(model, gates := HeadGates(3, 4)): sum_of_squares(plain.train()).backward()
     assert gates.log_alpha.grad.abs().sum() > 0 and mean_loss(model, batches, Z) == mean_loss(plain, batches, Z)
 
-class Interrupted(Exception): pass
-
-class At(transformers.TrainerCallback): # notes the gates of each checkpoint, and interrupts after one
-    def __init__(self, gates, stop): self.gates, self.stop, self.seen = gates, stop, {}
-    def on_save(self, args, state, control, **kwargs):
-        self.seen[state.global_step] = self.gates.log_alpha.detach().clone()
-        if state.global_step == self.stop: raise Interrupted
-
-def train_with_gates(folder, stop=None, resume=None, gates=None, compute_metrics=None, **args): # 20 steps, all new
+def test_the_trainer(tmp_path): # gates and weights together, then the small model
     pytest.importorskip('accelerate')
-    torch.manual_seed(0)
-    model, gates, target = made('distilbert'), gates or TargetGates(3, 4, keep=5), Target(7/12, warmup=4, rate=.05)
-    ids = torch.randint(3, 60, (80, 9), generator=torch.Generator().manual_seed(4))
-    rows = [dict(input_ids=row, labels=torch.tensor(i % 2)) for i, row in enumerate(ids)]
-    usual = dict(max_steps=20, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
-    args, at = transformers.TrainingArguments(str(folder), **usual | args), At(gates, stop)
-    callbacks = [GateCallback(gates, target, 14, lr=.2), at]
-    with hf.masked(model, gates):
-        transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=callbacks,
-                             compute_metrics=compute_metrics).train(resume_from_checkpoint=resume)
-    parts = torch.nn.ModuleDict(dict(model=model, gates=gates, target=target))
-    return parts, at.seen
-
-@pytest.mark.parametrize('stop', [10, 16])  # before the gates are frozen, and after
-def test_a_resumed_trainer_ends_with_the_same_bits(stop, tmp_path):
-    want, _ = train_with_gates(tmp_path/'whole')
-    with pytest.raises(Interrupted): train_with_gates(tmp_path/'parts', stop)
-    for given in (None, copy.deepcopy(want['gates'])):  # new ones, and such as are frozen already
-        found, _ = train_with_gates(tmp_path/'parts', None, str(tmp_path/f'parts/checkpoint-{stop}'), given)
-        gates = found['gates']
-        assert same(found, want) and gates.frozen and not gates.log_alpha.requires_grad and gates.open_mask().sum() == 5
-    assert want['target'].lam != 0 and want['target'].first > 0
-
-def test_the_best_model_comes_with_its_gates(tmp_path):
-    values = iter(range(100))
-    def metrics(_): return dict(score=-abs(next(values) - 2))
-    parts, seen = train_with_gates(tmp_path, compute_metrics=metrics, eval_strategy='steps', eval_steps=2,
-                                   load_best_model_at_end=True, metric_for_best_model='score')
-    gates, want = parts['gates'], TargetGates(3, 4, keep=5)
-    want.log_alpha.data = seen[6].clone()  # the third of the evaluations was the best
-    assert gates.frozen and torch.equal(gates.log_alpha, want.freeze().log_alpha)
-    assert not torch.equal(gates.log_alpha, seen[20])
-
-def test_the_trainer(tmp_path):
-    pytest.importorskip('accelerate')
-    model, gates, seen = made('distilbert'), HeadGates(3, 4), []
+    model, gates, steps = made('distilbert'), HeadGates(3, 4), []
     rows = [dict(input_ids=IDS[i % 3], attention_mask=PAD[0], labels=torch.tensor(i % 2)) for i in range(48)]
-    def penalty(gates, step): return seen.append(step) or 100. * gates.l0()
+    class Penalty(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+            (100. * gates.l0()).backward()
     def train(net, name, **more):
         args = transformers.TrainingArguments(
             str(tmp_path/name), per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2,
@@ -493,10 +452,10 @@ def test_the_trainer(tmp_path):
         trainer.train()
         trainer.save_model(tmp_path/name)
         return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/name)
-    with hf.masked(model, gates): again = train(model, 'whole', callbacks=[GateCallback(gates, penalty, 8, lr=.5)])
-    with pytest.raises(AssertionError, match='inside `masked`'):
-        train(made('bert'), 'plain', callbacks=[GateCallback(HeadGates(3, 4), penalty, 8)])
-    assert seen == [*range(8)] and gates.frozen and not gates.open_mask().any()  # nothing but the penalty counts
+    opt = torch.optim.Adam([dict(params=model.parameters(), lr=1e-4), dict(params=gates.parameters(), lr=.5)])
+    with hf.masked(model, gates):
+        again = train(model, 'whole', callbacks=[Penalty()], optimizers=(opt, None))
+    assert steps == [*range(12)] and not gates.open_mask().any()  # nothing but the penalty counts
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
     assert torch.equal(hidden(train(small, 'small')), hidden(small.eval()))
