@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BETA', 'GAMMA', 'ZETA', 'bin_concrete', 'straight_through', 'l0_prob', 'output_scale', 'HeadGates', 'topk_mask',
-           'lambda_at', 'plot_gates', 'plot_heads']
+           'lambda_at', 'plot_gates']
 
 # %% ../nbs/method/04_gates.ipynb #114438b1
 import math
@@ -100,17 +100,4 @@ def plot_gates(
         if freeze is not None: ax.axvline(freeze, c='k', ls=':', lw=1)
     axes[0, 0].set_ylabel('P(open)')
     ax.legend(title='head', loc='center left', bbox_to_anchor=(1, .5), frameon=False, fontsize=7)
-    return fig
-
-# %% ../nbs/method/04_gates.ipynb #b78a65d4
-def plot_heads(keep): # (l h), True for kept heads
-    "Plot a map of the kept heads, one row per layer, the first layer at the bottom."
-    import matplotlib.pyplot as plt
-    keep = np.asarray(keep)
-    n, h = keep.shape
-    fig, ax = plt.subplots(figsize=(.3*h + 1.6, .3*n + .9), layout='tight')
-    ax.pcolormesh(keep, cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
-    ax.set_xticks(np.arange(h) + .5, range(1, h + 1))
-    ax.set_yticks(np.arange(n) + .5, [f'{l}  ({k})' for l, k in enumerate(keep.sum(1), 1)])
-    ax.set(xlabel='head', ylabel='layer (heads kept)')
     return fig

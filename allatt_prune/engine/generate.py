@@ -11,20 +11,9 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..model import LM
 
-# %% ../../nbs/engine/06_generate.ipynb #e11e8bad
-@patch
-@torch.inference_mode()
-def infer(self: LM,
-    ids: Tensor, # (b t), symbols that follow the cached ones
-    cache: list[tuple|None]|None = None, # from the previous call; None: start of a text
-    z: Tensor|None = None # (l h) head multipliers
-) -> tuple[Tensor, list[tuple|None]]: # logits (b t v), extended cache
-    "Compute logits with a cache, in evaluation mode."
-    assert not self.training, 'dropout would act; call model.eval() first'
-    return self(ids, mems=cache or [()] * len(self.layers), z=z)
-
 # %% ../../nbs/engine/06_generate.ipynb #f0966514
 @patch
+@torch.no_grad()
 def generate(self: LM,
     ids: Tensor, # (b t), text so far
     n: int, # symbols to add
@@ -32,11 +21,12 @@ def generate(self: LM,
     z: Tensor|None = None, # (l h) head multipliers
     top_k: int = 0 # sample from the k most probable symbols; 0: all
 ) -> Tensor: # (b t+n)
-    "Continue a text, one symbol at a time."
+    "Continue a text, one symbol at a time, with a cache."
+    assert not self.training, 'dropout would act; call model.eval() first'
     assert temperature >= 0, temperature
-    parts, cache = [ids], None
+    parts, cache = [ids], [()] * len(self.layers)
     for _ in range(n):
-        logits, cache = self.infer(parts[-1], cache, z)
+        logits, cache = self(parts[-1], mems=cache, z=z)
         last = logits[:, -1]
         if 0 < top_k < last.shape[1]:
             last = last.masked_fill(last < last.topk(top_k).values[:, -1:], -math.inf)
