@@ -83,7 +83,7 @@ def heads_of(job, repo, corpus, hooks): # (l h) flags
     r = replace(r, sparsity=sparsity, prune_steps=r.gate_steps, prune_warmup=r.gate_steps//20, prune_dropout=False, prune_lr=2e-3)
     gates, how = gates_for(r)
     with torch.no_grad(): gates.log_alpha.copy_(1 + keep_mask(scores, sparsity).float()) # 2 for what stays, else 1
-    train(base.with_config(dropout=0., attn_dropout=0.), corpus, r, gates, Path(job.name)/'gating', resume=True, start=r.steps,
+    train(base.with_dropout(dropout=0., attn_dropout=0.), corpus, r, gates, Path(job.name)/'gating', resume=True, start=r.steps,
           text_loss=Taught(base_of(job, repo), .5), **how, **hooks)
     return gates.open_mask()
 
@@ -93,8 +93,8 @@ def model_of(job, repo, corpus, hooks): # before these steps
     if job.arm == 'whole': return base_of(job, repo)
     if job.arm == 'shipped': return LM.from_pretrained(repo/'allatt_prune/models'/SHIPPED[job.text][job.training])
     if job.arm in ('pruned', 'gates'):
-        return scaled(base_of(job, repo), heads_of(job, repo, corpus, hooks)).with_config(**drop).train()
-    if job.training in ('paper', 'best'): return LM.from_pretrained(first_of(job).name + '/model').with_config(**drop).train()
+        return scaled(base_of(job, repo), heads_of(job, repo, corpus, hooks)).with_dropout(**drop).train()
+    if job.training in ('paper', 'best'): return LM.from_pretrained(first_of(job).name + '/model').with_dropout(**drop).train()
     torch.manual_seed(job.seed)
     return LM(r.config(len(corpus.vocab)))
 
@@ -121,7 +121,7 @@ def result(job): return json.loads(f.read_text()) if (f := Path(f'{job.name}.jso
 
 def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen from
     both = [(x, x) for x in LEVELS]
-    if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS] + [('half', 'half')]
+    if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
     if arm in ('pruned', 'gates'): both = [('paper', x) for x in LEVELS] # its first steps are those of the whole model
     return [Job(text, arm, heads, seed, training, *x) for x in both]
 
