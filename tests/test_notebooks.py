@@ -36,6 +36,11 @@ def test_imports_point_backwards():
             seen |= used
     assert seen >= {'data', 'engine.fused', 'timing'}
 
+def test_the_method_needs_no_engine(): # not even in its examples
+    for path in (ROOT/'nbs'/'method').glob('*.ipynb'):
+        code = '\n'.join(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'code')
+        assert not re.search(r'import.*engine|from \S*engine', code), path.name
+
 def test_notebook_links_exist():
     for path in NOTEBOOKS:
         text = '\n'.join(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown')
