@@ -72,11 +72,13 @@ class Taught(Distill):
         kl = self.temperature**2 * (p.exp() * (p - q)).sum(-1).mean()
         return torch.lerp(nll, kl, self.weight), torch.cat([F.pad(new, (0, t.cfg.d_model - c)), old]), nll
 
-def base_of(job, repo): return LM.from_pretrained(repo/BASELINES[job.text][job.seed])
+def base_of(job, repo): return LM.from_pretrained(repo/BASELINES[job.text][job.seed]) # the teacher of all
+def pruned_from(job, repo): # the same, or one with less dropout
+    return base_of(job, repo) if job.before == 'paper' else LM.from_pretrained(first_of(job).name + '/model')
 
 def heads_of(job, repo, corpus, hooks): # (l h) flags
     r = replace(RECIPES[job.text], seed=job.seed)
-    sparsity, base = 1 - job.heads/(r.n_layer*r.n_head), base_of(job, repo)
+    sparsity, base = 1 - job.heads/(r.n_layer*r.n_head), pruned_from(job, repo)
     scores = score(base, corpus.train[:20_000], 'leave_one_out')
     if job.arm == 'pruned': return keep_mask(scores, sparsity)
     # gates that are trained as `best` is, and begin with what leave_one_out says
@@ -93,12 +95,14 @@ def model_of(job, repo, corpus, hooks): # before these steps
     if job.arm == 'whole': return base_of(job, repo)
     if job.arm == 'shipped': return LM.from_pretrained(repo/'allatt_prune/models'/SHIPPED[job.text][job.training])
     if job.arm in ('pruned', 'gates'):
-        return scaled(base_of(job, repo), heads_of(job, repo, corpus, hooks)).with_dropout(**drop).train()
+        return scaled(pruned_from(job, repo), heads_of(job, repo, corpus, hooks)).with_dropout(**drop).train()
     if job.training in ('paper', 'best'): return LM.from_pretrained(first_of(job).name + '/model').with_dropout(**drop).train()
     torch.manual_seed(job.seed)
     return LM(r.config(len(corpus.vocab)))
 
-def first_of(job): return replace(job, training='first', now='none', steps=0)
+def first_of(job): # of a pruned model: the whole one, trained with this dropout
+    whole = dict(arm='base', heads=24) if job.arm in ('pruned', 'gates') else {}
+    return replace(job, training='first', now='none', steps=0, **whole)
 
 @torch.no_grad()
 def passages(model, ids): # nats and symbols of each passage: the symbols of a text by 2,500, with memory all through
@@ -122,7 +126,7 @@ def result(job): return json.loads(f.read_text()) if (f := Path(f'{job.name}.jso
 def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen from
     both = [(x, x) for x in LEVELS]
     if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
-    if arm in ('pruned', 'gates'): both = [('paper', x) for x in LEVELS] # its first steps are those of the whole model
+    if arm in ('pruned', 'gates') and (training, text) != ('best', 'char'): both = [('paper', x) for x in LEVELS]
     return [Job(text, arm, heads, seed, training, *x) for x in both]
 
 def chosen(text, arm, training, heads, seed): # the job with the dropout that was best on validation; None: not known yet
@@ -187,7 +191,7 @@ def do(job, repo, stop): # what it comes to, in a file beside its folder
 
 def one_more(repo, stop): # was there a job to do?
     for wanted in jobs():
-        after_first = wanted.arm in ('small', 'narrow') and wanted.training in ('paper', 'best')
+        after_first = wanted.training in ('paper', 'best') and (wanted.arm in ('small', 'narrow') or wanted.arm in ('pruned', 'gates') and wanted.before != 'paper')
         for job in ([first_of(wanted)] if after_first else []) + [wanted]:
             if result(job): continue
             try:
