@@ -145,10 +145,10 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
         for seed in seeds:
             for arm in ('pruned', 'narrow', 'small'):
                 if job := chosen(text, arm, training, heads, seed): yield job
-    yield from all_arms(C, 'best', 15, (1, 2)) # the first verdict
-    for arm, n in (('pruned', 1500), ('pruned', 3000), ('small', 3000), ('small', 6000), ('small', 12000), ('small', 36000)):
+    for arm, n in (('pruned', 1500), ('pruned', 3000), ('small', 3000), ('small', 6000), ('small', 12000)):
         short = dict(training='short', before='none') if arm == 'small' else {}
         yield replace(Job(C, arm, 15, 0, 'best', steps=n), **short)
+    yield from all_arms(C, 'best', 15, (1, 2)) # the first verdict
     yield from all_arms(C, 'best', 10, (0, 1, 2)) # the second size
     for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper')
     yield from all_arms(C, 'paper', 15, (1, 2))
