@@ -1,5 +1,5 @@
 "The real command in its own process: what it refuses, what it leaves behind, how it ends."
-import hashlib, json, os, pickle, re, shutil, subprocess, sys
+import hashlib, json, os, pickle, re, shutil, signal, subprocess, sys
 from dataclasses import asdict
 import allatt_prune, pytest, torch
 from allatt_prune.engine import checkpoint
@@ -123,7 +123,8 @@ def test_ctrl_c_while_libraries_are_loaded(folder):
     (folder/'shim'/'safetensors.py').write_text(shim)
     env = os.environ | dict(PYTHONPATH=f"{folder/'shim'}:{os.environ.get('PYTHONPATH', '')}")
     words = [sys.executable, '-m', 'allatt_prune', 'train', '--corpus', 'own.txt']
-    end = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, env=env)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what runs in the background of a shell
+    end = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, env=env, preexec_fn=heed)
     assert (end.returncode, end.stdout) == (130, '')
     assert end.stderr.startswith('allatt-prune: stopped; ') and end.stderr.count('\n') == 1
 
