@@ -438,11 +438,12 @@ def test_models_in_wrappers(): # which nobody calls
 
 def test_the_trainer(tmp_path): # gates and weights together, then the small model
     pytest.importorskip('accelerate')
-    model, gates, steps = made('distilbert'), HeadGates(3, 4), []
+    model, gates, steps, slopes = made('distilbert'), HeadGates(3, 4), [], []
     rows = [dict(input_ids=IDS[i % 3], attention_mask=PAD[0], labels=torch.tensor(i % 2)) for i in range(48)]
     class Penalty(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             steps.append(state.global_step)
+            slopes.append(gates.log_alpha.grad.abs().sum())  # of the text's loss
             (100. * gates.l0()).backward()
     def train(net, name, **more):
         args = transformers.TrainingArguments(
@@ -455,7 +456,7 @@ def test_the_trainer(tmp_path): # gates and weights together, then the small mod
     opt = torch.optim.Adam([dict(params=model.parameters(), lr=1e-4), dict(params=gates.parameters(), lr=.5)])
     with hf.masked(model, gates):
         again = train(model, 'whole', callbacks=[Penalty()], optimizers=(opt, None))
-    assert steps == [*range(12)] and not gates.open_mask().any()  # nothing but the penalty counts
+    assert steps == [*range(12)] and slopes[0] > 0 and not gates.open_mask().any()  # the penalty is stronger
     assert type(again) is type(model)
     small = hf.remove_heads(model, gates)
     assert torch.equal(hidden(train(small, 'small')), hidden(small.eval()))
