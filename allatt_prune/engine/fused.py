@@ -45,9 +45,9 @@ def _(x, dropout, seed, block): return torch.empty_like(x)
 
 def _new_seed(dropout): return torch.randint(2**62, ()) if dropout else torch.tensor(0)
 def _dropped(p, dp, dropout, seed, block): # mask weights and gradients as in the forward pass
-    if not dropout: return p, dp
+    if not dropout: return dp, p
     mask = keep_mask(p, dropout, seed, block)
-    return p * mask, dp.mul_(mask)
+    return dp.mul_(mask), mask.mul_(p)
 
 # %% ../../nbs/engine/00_fused.ipynb #e84536fe
 TILE = 256, 512 # queries and keys
@@ -75,7 +75,7 @@ def _rows_backward(g, q, k, v, out, lse, state, dropout): # out, lse: merged -> 
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for i, j, n in _tiles(q, k):
         p = _exp(torch.bmm(q[:, i], k[:, j].mT).to(lse.dtype).sub_(lse[:, i, None]))
-        kept, dp = _dropped(p, torch.bmm(g[:, i], v[:, j].mT).to(lse.dtype), dropout, seed, n)
+        dp, kept = _dropped(p, torch.bmm(g[:, i], v[:, j].mT).to(lse.dtype), dropout, seed, n)
         dv[:, j].baddbmm_(kept.to(g.dtype).mT, g[:, i])
         ds = dp.sub_(D[:, i]).mul_(p).to(q.dtype)
         dq[:, i].baddbmm_(ds, k[:, j]); dk[:, j].baddbmm_(ds.mT, q[:, i])
@@ -180,7 +180,7 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
         j, c = slice(i.start, i.stop + m), i.stop - i.start
         scores, buffer = _band_scores(qu, qw, k, r, i, pad)
         p = _exp(scores.to(lse.dtype).sub_(lse[:, i, None]))
-        kept, dp = _dropped(p, _band(torch.bmm(g[:, i], v[:, j].mT), m), dropout, seed, i.start)
+        dp, kept = _dropped(p, _band(torch.bmm(g[:, i], v[:, j].mT), m), dropout, seed, i.start)
         dv[:, j] += torch.bmm(_by_key(kept, buffer).mT, g[:, i])
         ds = p.mul_(dp - D[:, i]).to(qu.dtype)
         dqus.append(torch.bmm(_by_key(ds, buffer), k[:, j])); dk[:, j] += torch.bmm(buffer.mT, qu[:, i])
