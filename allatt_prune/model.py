@@ -82,7 +82,8 @@ class TiedSoftmax(nn.Module):
     def __init__(self, vocab: int, width: int, cutoffs=()): # symbols v, width c
         super().__init__()
         assert not cutoffs, 'cutoffs: give softmax=AdaptiveSoftmax of engine.softmax'
-        self.emb = nn.ParameterList([torch.randn(vocab, width) * .02]) # a list, as there may be clusters
+        std = min(.02, 3 / width)
+        self.emb = nn.ParameterList([torch.randn(vocab, width) * std]) # a list, as there may be clusters
         self.bias = nn.Parameter(torch.zeros(vocab))
     def embed(self, ids: Tensor) -> Tensor: # (b t) -> (b t c)
         "Look up the vectors of symbols."
