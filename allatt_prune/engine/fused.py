@@ -179,7 +179,7 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
     for i in _blocks(qu.shape[1], BLOCK):
         j, c = slice(i.start, i.stop + m), i.stop - i.start
         scores, buffer = _band_scores(qu, qw, k, r, i, pad)
-        p = _exp(scores.to(lse.dtype).sub_(lse[:, i, None]))
+        p = scores.to(lse.dtype).sub_(lse[:, i, None]).exp_()
         dp, kept = _dropped(p, _band(torch.bmm(g[:, i], v[:, j].mT), m), dropout, seed, i.start)
         dv[:, j] += torch.bmm(_by_key(kept, buffer).mT, g[:, i])
         ds = p.mul_(dp - D[:, i]).to(qu.dtype)
