@@ -53,16 +53,15 @@ def _dropped(p, dp, dropout, seed, block): # mask weights and gradients as in th
 TILE = 256, 512 # queries and keys
 
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of 0..n-1
-def _tiles(q, k): # -> queries, keys, number
-    tiles = itertools.product(*(_blocks(x.shape[1], size) for x, size in zip((q, k), TILE)))
-    return [(*tile, n) for n, tile in enumerate(tiles)]
+def _tiles(q, k): # -> number, (queries, keys)
+    return enumerate(itertools.product(*(_blocks(x.shape[1], n) for x, n in zip((q, k), TILE))))
 def _exp(x): return x.mul_(1 / math.log(2)).exp2_() # in place, faster than exp_
 def _rowsum(g, out, lse): return (g.to(lse.dtype) * out).sum(-1, keepdim=True) # D = g·o
 
 # %% ../../nbs/engine/00_fused.ipynb #d2af60a5
 def _rows_forward(q, k, v, dropout): # (h r d), (h n d), (h n d) -> (h r d), lse (h r), (seed,)
     rows, seed = {}, _new_seed(dropout)
-    for i, j, n in _tiles(q, k):
+    for n, (i, j) in _tiles(q, k):
         p, lse = softmax_lse(torch.bmm(q[:, i], k[:, j].mT))
         if dropout: p = p.mul_(keep_mask(p, dropout, seed, n))
         part = torch.bmm(p.to(v.dtype), v[:, j]), lse
@@ -73,7 +72,7 @@ def _rows_forward(q, k, v, dropout): # (h r d), (h n d), (h n d) -> (h r d), lse
 def _rows_backward(g, q, k, v, out, lse, state, dropout): # out, lse: merged -> gradients of q, k, v
     D, g, (seed,) = _rowsum(g, out, lse), g / (1 - dropout), state
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for i, j, n in _tiles(q, k):
+    for n, (i, j) in _tiles(q, k):
         p = _exp(torch.bmm(q[:, i], k[:, j].mT).to(lse.dtype).sub_(lse[:, i, None]))
         dp, kept = _dropped(p, torch.bmm(g[:, i], v[:, j].mT).to(lse.dtype), dropout, seed, n)
         dv[:, j].baddbmm_(kept.to(g.dtype).mT, g[:, i])
@@ -234,6 +233,7 @@ def attend(
     "Compute `attention.attend` faster and in less memory. Paper, equation 1."
     assert pk.shape == pv.shape, f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}'
     t, s, m = q.shape[2], k.shape[2], min(r.shape[1], k.shape[2])
+    dropout = min(dropout, 255/256)                            # the most that eight bits can drop
     if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout)
     k, v, r, u, w, pk, pv = (x.to(q.dtype) for x in (k, v, r, u, w, pk, pv)) # autocast mixes types
     pad, pk, pv = max(0, t + m - s), pk.contiguous(), pv.contiguous() # kernels assume this
