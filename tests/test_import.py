@@ -23,15 +23,6 @@ def test_a_mistake_is_one_line_without_slow_libraries():
         done = python('-c', f"import sys; sys.argv[1:] = {words.split()}\nfrom allatt_prune.engine.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)")
         assert (done.returncode, done.stdout) == (2, 'False\n') and done.stderr.startswith(f'allatt-prune: error: {said}') and done.stderr.count('\n') == 1
 
-def cpu_seconds(code): # of a process, beside what the system does for it
-    done = python('-c', f'import os\n{code}\nprint(os.times().user)')
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
-
-def test_importing_takes_less_than_two_seconds_beyond_torch():
-    for what in ('allatt_prune', 'allatt_prune.engine.run'):
-        assert min(cpu_seconds(f'import {what}') for _ in range(3)) - min(cpu_seconds('import torch') for _ in range(3)) < 2
-
 NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='train', evaluate='train', remove_heads='remove')
 
 def test_public_names_are_those_of_their_modules():

@@ -26,8 +26,8 @@ SIZES = {'4x12': dict(n_head=12), '8x12': dict(n_head=12, n_layer=8)} # the widt
 def jobs(repo): # name, recipe, models, baseline; in order of importance
     table3 = json.loads((repo/'nbs/results/table3.json').read_text())
     kept = {r['seed']: sum(r['heads']) for r in table3['rows'] if r['variant'] == 'all techniques'}
-    for seed in range(3): # Table 3 at an equal number of heads, the reference too
-        for name, change in VARIANTS.items():
+    for name, change in VARIANTS.items(): # Table 3 at an equal number of heads, the reference too
+        for seed in range(3):
             r = replace(BOOKS, seed=seed, sparsity=1 - kept[seed]/24, **SHORT | change)
             yield f'table3-{name}-{seed}', r, GATED, repo/BASELINES[seed]
     for seed in range(3): # Table 2, the middle lambda, with its control
