@@ -1,4 +1,4 @@
-"Runs the experiment `pretrained` in pieces: python jobs.py DATA FOLDER plan|tuning|look|time [names, as in a shell]"
+"Runs the experiment `pretrained` in pieces: python jobs.py DATA FOLDER plan|tuning|time [names, as in a shell]"
 import importlib.util, json, lzma, random, re, sys, time, zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -115,12 +115,6 @@ class Jobs: # of SmolLM2; each returns a dictionary
                     parameters=small.num_parameters(), test=losses(small, self.text['test']),
                     docs=losses(small, self.text['docs']))
 
-    def look(self, groups, text): # attention of the heads of these groups (layer, group) on a sentence
-        ids = torch.tensor(self.tokenizer(text)['input_ids'])[None]
-        heads, maps = hf.HFHeads(self.model, [dict(input_ids=ids)]), {}
-        def see(i, p, away): maps.update({(i, j): p[j].mul(1000).round().int().tolist() for j in range(len(p)) if (i, j) in groups})
-        heads.attention(see) # (heads t s) of each group, in thousandths
-        return dict(tokens=[self.tokenizer.decode(x) for x in ids[0]], groups=groups, maps=[maps[g] for g in groups])
     def time(self, masks): # of 512 tokens, and of each of 24 that are written; whole and pruned, in turns
         model, _ = smollm2(torch.float32)
         nets = dict(whole=model) | {name: remove_heads(model, keep) for name, keep in masks.items()}
@@ -153,13 +147,12 @@ def plan(jobs, folder): # names and functions, in order
         for seed in SEEDS: yield f'gates-{rate}-{seed}', lambda: jobs.gates(rate, seed)
     for m in SCORES: yield f'score-{m}', lambda: jobs.score(m)
     for m in ('gates', 'gradient', 'random'): yield f'repair-{m}-128', lambda: jobs.repair(m, mask(m, .2), 128)
-    yield 'repair-gradient-16', lambda: jobs.repair('gradient', mask('gradient', .2), 16)
     for i in range(DRAWS): yield f'random-{i}', lambda: jobs.random(i)
     for rate in (.1, .3):
         for seed in SEEDS: yield f'gates-{rate}-{seed}', lambda: jobs.gates(rate, seed)
     for seed in SEEDS:
         for units in ('both', 'heads'): yield f'both-{units}-{seed}', lambda: jobs.both(units, seed)
-    for m in ('gates', 'leave_one_out', 'gradient', 'magnitude', 'whole'):
+    for m in ('gates', 'leave_one_out', 'whole'):
         yield f'all-{m}', lambda: jobs.everything(m, mask(m, .2))
 
 def only_scores(jobs, folder):
@@ -170,10 +163,6 @@ def tuning(jobs, folder):
     mask = masks(folder)
     for m in TUNED: yield f'tuned-{m}-0.2', lambda: jobs.tuned(m, mask(m, .2), 0)
 
-SENTENCE = 'When Anna and Peter had found the key, she gave it to him, and he opened the old door.'
-def looking(jobs, folder): # at the group whose loss alone costs most, and at one that all seeds remove
-    yield 'look', lambda: jobs.look([(1, 1), (19, 0)], SENTENCE)
-
 def timing(jobs, folder): # on a quiet machine
     mask = masks(folder)
     yield 'time', lambda: jobs.time({f'gates {r}': mask('gates', r) for r in (.2, .5)})
@@ -181,7 +170,7 @@ def timing(jobs, folder): # on a quiet machine
 if __name__ == '__main__':
     data, folder, which, only = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ['*'])[0]
     jobs = Jobs(data)
-    for name, f in dict(plan=plan, tuning=tuning, scores=only_scores, look=looking, time=timing)[which](jobs, folder):
+    for name, f in dict(plan=plan, tuning=tuning, scores=only_scores, time=timing)[which](jobs, folder):
         if not fnmatch(name, only): continue
         since = time.time()
         try: recorded(folder/f'{name}.json', f)
