@@ -143,12 +143,14 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
     for arm in ('narrow', 'small', 'pruned'): yield from candidates(C, arm, 'best')
     def all_arms(text, training, heads, seeds):
         for seed in seeds:
-            for arm in ('pruned', 'narrow', 'small'):
+            for arm in ('pruned', 'small', 'narrow'):
                 if job := chosen(text, arm, training, heads, seed): yield job
     for arm, n in (('pruned', 1500), ('pruned', 3000), ('small', 3000), ('small', 6000), ('small', 12000)):
         short = dict(training='short', before='none') if arm == 'small' else {}
         yield replace(Job(C, arm, 15, 0, 'best', steps=n), **short)
     yield from all_arms(C, 'best', 15, (1, 2)) # the first verdict
+    for seed in range(3):
+        if job := chosen(C, 'gates', 'best', 15, seed): yield job
     yield from all_arms(C, 'best', 10, (0, 1, 2)) # the second size
     for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper')
     yield from all_arms(C, 'paper', 15, (1, 2))
@@ -157,8 +159,6 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
     for seed in range(3): yield Job(W, 'whole', 24, seed, 'first')
     for arm in ('narrow', 'small', 'pruned'): yield from candidates(W, arm, 'best')
     yield from all_arms(W, 'best', 15, (1, 2))
-    for seed in range(3):
-        if job := chosen(C, 'gates', 'best', 15, seed): yield job
     yield from all_arms(C, 'paper', 10, (0, 1, 2))
     for arm in ('pruned', 'narrow', 'small'): yield from candidates(W, arm, 'paper')
     yield from all_arms(W, 'paper', 15, (1, 2))
