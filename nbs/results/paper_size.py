@@ -3,21 +3,16 @@
   PYTHONPATH=REPO OMP_NUM_THREADS=2 python paper_size.py    (a minute)
 
 Writes paper_size.json beside this file if there is none. 07_cost reads it. The text is random, so that all clusters of words occur."""
-import os, time
+import time
 from pathlib import Path
-import numpy as np, torch
+import torch
 from allatt_prune.config import get_recipe
 from allatt_prune.engine.checkpoint import build
-from allatt_prune.experiment import recorded
+from allatt_prune.experiment import peak_memory, recorded
 from allatt_prune.timing import train_job
 from allatt_prune.train import make_optimizers
 
 VOCABULARY, BATCHES = dict(text8=27, wt103=267_735), (1, 2)
-
-def peak_memory(job): # MB that PyTorch adds at most while it runs once
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6') # no messages from the profiler
-    with torch.autograd.profiler.profile(profile_memory=True) as seen: job()
-    return float(np.cumsum([e.nbytes() for e in seen.kineto_results.events() if e.name() == '[memory]']).max(initial=0)) / 2**20
 
 def full_step(name, batch, vocab, **changes): # forward, backward, optimizer; missed: parameters without a gradient
     r = get_recipe(name, batch=batch, **changes)
