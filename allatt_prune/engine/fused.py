@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from .. import attention
+from . import gpu
 
 # %% ../../nbs/engine/00_fused.ipynb #0619d083
 def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... keys), (...)
@@ -104,6 +105,7 @@ def _flash_backward(g, q, k, v, out, lse, state, dropout):
 
 # %% ../../nbs/engine/00_fused.ipynb #88860fcc
 def _efficient_forward(q, k, v, dropout): # CUDA, float32; lse is padded to a multiple of 32 rows
+    assert q.dtype == torch.float32                            # its half-precision gradients are wrong
     args = *_one(q, k, v), None, True, dropout
     out, lse, *state = aten._scaled_dot_product_efficient_attention(*args, scale=1.)
     return out[0], lse[0, :, :q.shape[1]], tuple(state)
@@ -121,11 +123,13 @@ KERNELS = dict(rows=(_rows_forward, _rows_backward), cpu=(_cpu_forward, _cpu_bac
 def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
     "Check that a kernel runs on this device and agrees with `rows`, for heads of width d."
     generator = torch.Generator().manual_seed(0)
-    q, k, v, g = torch.randn(4, 2, 48, d, generator=generator).to(device, dtype) / 4
+    def random(t): return torch.randn(2, t, d, generator=generator).to(device, dtype) / 4
+    context, g = name == 'triton', random(80)
+    x = (random(80), random(80), random(120), random(120), random(40), 7) if context else (random(80), random(70), random(70))
     def results(forward, backward):
-        out, lse, state = forward(q, k, v, 0.)
-        return out, lse, *backward(g, q, k, v, out/2, lse + 1, state, 0.) # any other out and lse
-    try: got, want = results(*KERNELS[name]), results(*KERNELS['rows'])
+        out, lse, state = forward(*x, 0.)
+        return out, lse, *backward(g, *x, out/2, lse + 1, state, 0.) # any other out and lse
+    try: got, want = results(*KERNELS[name]), results(*KERNELS['blocks' if context else 'rows'])
     except Exception: return False
     close = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return all(bool((a - b).norm() <= close * b.norm()) for a, b in zip(got, want))
@@ -133,11 +137,13 @@ def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
 def _works(*args): return works(*args)
 _works._dynamo_marked_constant = True
 
-def choose(q: Tensor, dropout: float) -> str: # queries, probability -> a name in KERNELS
-    "Name the fastest kernel that works for the device, type and width of `q`."
-    if q.device.type == 'cuda': name = 'efficient' if q.dtype == torch.float32 else 'flash'
-    else: name = 'rows' if dropout else 'cpu'
-    return name if name == 'rows' or _works(name, q.device.type, q.dtype, q.shape[-1]) else 'rows'
+def choose(q: Tensor, dropout: float, part: str = 'persistent') -> str: # queries, probability; or context
+    "Name the fastest kernel in `KERNELS` that works for the device, type and width of `q`."
+    gpu, half = q.device.type == 'cuda', q.dtype in (torch.bfloat16, torch.float16)
+    if part == 'context': name, safe = 'triton' if gpu and half else 'blocks', 'blocks'
+    elif gpu: name, safe = 'flash' if half else 'efficient', 'rows'
+    else: name, safe = 'rows' if dropout else 'cpu', 'rows'
+    return name if name == safe or _works(name, q.device.type, q.dtype, q.shape[-1]) else safe
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
 def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
@@ -172,7 +178,7 @@ def _context_forward(qu, qw, k, v, r, pad, dropout): # -> output (h·b t d), log
         outs.append(torch.bmm(_by_key(p, buffer), v[:, i.start:i.stop + m])); lses.append(lse)
     return torch.cat(outs, 1) / (1 - dropout), torch.cat(lses, 1), seed
 
-def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gradients of qu to r
+def _context_backward(g, qu, qw, k, v, r, pad, out, lse, seed, dropout): # -> gradients of qu to r
     D, g, (h, m) = _rowsum(g, out, lse), g / (1 - dropout), r.shape[:2]
     dqus, dqws, dk, dv, dr = [], [], torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(r)
     for i in _blocks(qu.shape[1], BLOCK):
@@ -187,6 +193,8 @@ def _context_backward(g, qu, qw, k, v, r, out, lse, pad, seed, dropout): # -> gr
         dqws.append(_unfold(torch.bmm(ds, r), c)); dr.baddbmm_(ds.mT, _fold(qw[:, i], h))
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
 
+KERNELS |= dict(blocks=(_context_forward, _context_backward), triton=(gpu.context_forward, gpu.context_backward))
+
 # %% ../../nbs/engine/00_fused.ipynb #2d8c1d0f
 def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> scaled queries for content and position
     x = rearrange(q, '(h b) t d -> h b t d', h=len(u)) / q.shape[-1]**.5
@@ -197,11 +205,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod # q, k, v: (h·b ...); k and v start with pad empty positions; r: furthest first
     def forward(ctx, q, k, v, r, u, w, pk, pv, pad, dropout):
         (h, n, _), t, kernel, state = pk.shape, q.shape[1], choose(q, dropout), ()
-        out, lse, seed = _context_forward(*_with_bias(q, u, w), k, v, r, pad, dropout)
+        context = choose(q, dropout, 'context')
+        out, lse, seed = KERNELS[context][0](*_with_bias(q, u, w), k, v, r, pad, dropout)
         if n:
             o, l, state = KERNELS[kernel][0](_fold(q, h), pk, pv, dropout)
             out, lse = merge(out, lse, _unfold(o, t), _unfold(l, t), n**.5)
-        ctx.rest = pad, dropout, kernel
+        ctx.rest = pad, dropout, context, kernel
         ctx.save_for_backward(q, k, v, r, u, w, pk, pv, out, lse, seed, *state)
         return out
 
@@ -209,9 +218,9 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         q, k, v, r, u, w, pk, pv, out, lse, seed, *state = ctx.saved_tensors
-        (pad, dropout, kernel), (h, n, d) = ctx.rest, pk.shape
-        args = *_with_bias(q, u, w), k, v, r, out, lse, pad, seed, dropout
-        dqu, dqw, dk, dv, dr = _context_backward(g.contiguous(), *args)
+        (pad, dropout, context, kernel), (h, n, d) = ctx.rest, pk.shape
+        args = *_with_bias(q, u, w), k, v, r, pad, out, lse, seed, dropout
+        dqu, dqw, dk, dv, dr = KERNELS[context][1](g.contiguous(), *args)
         dqu, dqw = dqu / d**.5, dqw / d**.5
         du, dw = (_fold(x, h).sum(1) for x in (dqu, dqw))
         dq, dpk, dpv = dqu + dqw, None, None
