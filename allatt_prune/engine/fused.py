@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from .. import attention
-from . import gpu
+from . import cuda
 
 # %% ../../nbs/engine/00_fused.ipynb #0619d083
 def softmax_lse(scores: Tensor) -> tuple[Tensor, Tensor]: # (... keys) -> (... keys), (...)
@@ -193,7 +193,7 @@ def _context_backward(g, qu, qw, k, v, r, pad, out, lse, seed, dropout): # -> gr
         dqws.append(_unfold(torch.bmm(ds, r), c)); dr.baddbmm_(ds.mT, _fold(qw[:, i], h))
     return torch.cat(dqus, 1), torch.cat(dqws, 1), dk, dv, dr
 
-KERNELS |= dict(blocks=(_context_forward, _context_backward), triton=(gpu.context_forward, gpu.context_backward))
+KERNELS |= dict(blocks=(_context_forward, _context_backward), triton=(cuda.context_forward, cuda.context_backward))
 
 # %% ../../nbs/engine/00_fused.ipynb #2d8c1d0f
 def _with_bias(q, u, w): # (h·b t d), (h d), (h d) -> scaled queries for content and position

@@ -6,6 +6,7 @@ Models have random weights and a vocabulary of 27 symbols. `blocks` forces the c
 import json, sys, time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 import numpy as np, torch
 from allatt_prune import attention
 from allatt_prune.config import get_recipe
@@ -41,7 +42,7 @@ def job(cfg, batch, what, how): # -> a function; how: plain, blocks, triton, com
     ids = torch.randint(27, (batch, cfg.mem_len + cfg.seg_len + 1), device='cuda')
     if what == 'read': model = model.bfloat16()
     if how == 'compiled':
-        for layer in model.layers: layer.compile()
+        for layer in model.layers: layer.compile(dynamic=False)
     f = segment_job(model, ids[:, 1:]) if what == 'read' else train_job(model, ids, torch.bfloat16)
     def run():
         with only('blocks' if how == 'blocks' else None): return f()
@@ -73,20 +74,22 @@ def writing(name, cfg, n=64): # tokens per second of all streams
             print(rows[-1], flush=True)
     return rows
 
-began, TFLOPS, small = time.time(), rate(), '--small' in sys.argv
-sizes = {name: (get_recipe(name, cutoffs=[], **dict(n_layer=2) if small else {}), get_recipe(name).batch) for name in ('text8', 'wt103')}
-rows, written = [], []
-for name, (r, batch) in sizes.items():
-    cfg, label = r.config(27), dict(recipe=name)
-    rows += timed([(cfg, batch, what, how, label) for what in ('train', 'train, dropout', 'read') for how in ('blocks', 'triton', 'compiled')])
-    rows += timed([(cfg, 8, what, how, label) for what in ('train', 'train, dropout', 'read') for how in ('plain', 'triton')])
-    written += writing(name, cfg)
-r, batch = sizes['wt103']
+def save(): Path(sys.argv[1]).write_text(json.dumps(dict(environment=environment('cuda') | dict(commit=sys.argv[2]), seconds=round(time.time() - began),
+    tflops=[TFLOPS, rate()], rows=rows, written=written)))
+
+began, TFLOPS, small, rows, written = time.time(), rate(), '--small' in sys.argv, [], []
+r, batch = get_recipe('wt103', cutoffs=[], **dict(n_layer=2) if small else {}), get_recipe('wt103').batch
 cfg = r.config(27)
-def removed(what, how, lists): return [(replace(cfg, heads=heads), batch, what, how, dict(recipe='wt103', removed=s, layers=which)) for s, which, heads in lists]
-evenly = [(s, 'even', spread(round((1 - s) * cfg.n_layer*cfg.n_head), cfg.n_layer)) for s in SHARES]
-rows += timed(removed('train', 'triton', evenly + [(round(1 - sum(PAPER)/128, 3), 'paper', PAPER)]*(not small)))
-rows += timed(removed('read', 'triton', evenly + [(round(1 - sum(PAPER)/128, 3), 'paper', PAPER)]*(not small)))
-rows += timed(removed('train', 'compiled', [evenly[0], (.5, 'even', [4]*cfg.n_layer)]))
-about = environment('cuda') | dict(commit=sys.argv[2])
-json.dump(dict(environment=about, seconds=round(time.time() - began), tflops=[TFLOPS, rate()], rows=rows, written=written), open(sys.argv[1], 'w'))
+cases = [(s, 'even', spread(round((1 - s) * cfg.n_layer*cfg.n_head), cfg.n_layer)) for s in SHARES]
+if not small: cases.append((round(1 - sum(PAPER)/128, 3), 'paper', PAPER))
+for what in ('train', 'read'):
+    rows += timed([(replace(cfg, heads=heads), batch, what, 'triton', dict(recipe='wt103', removed=s, layers=which)) for s, which, heads in cases])
+save()
+for name in ('wt103', 'text8'):
+    r, batch = get_recipe(name, cutoffs=[], **dict(n_layer=2) if small else {}), get_recipe(name).batch
+    cfg, label = r.config(27), dict(recipe=name)
+    rows += timed([(cfg, batch, what, how, label) for what in ('train', 'train, dropout', 'read') for how in ('blocks', 'triton', 'compiled')], 7)
+    save()
+    rows += timed([(cfg, 8, what, how, label) for what in ('train', 'train, dropout', 'read') for how in ('plain', 'triton')], 7)
+    written += writing(name, cfg)
+    save()
