@@ -32,7 +32,7 @@ def _mix(x): # hash of 32-bit numbers
     return x ^ (x >> 15)
 
 @_kernel
-def _drop(x, seed, row, far, DROP, SCALE): # DROP: probability times 2^31
+def _drop(x, seed, row, far, DROP, SCALE): # DROP: probability times 2^31, for 31 random bits
     if DROP:
         salt = _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
         keep = (_mix(salt[:, None] + far.to(tl.uint32)*0x1e3779b9) >> 1) >= DROP
@@ -49,7 +49,7 @@ def _forward(Q, K, V, P, O, L, seed, pad, T, M, # pointers to tensors; O, L: out
     q = _load(Q + row[:, None]*D + d, here[:, None])
     top, total = tl.full([SIZE], -1e30, tl.float32), tl.zeros([SIZE], tl.float32)
     o = tl.zeros([SIZE, D], tl.float32)
-    for first in range(start, start + SIZE + M, SIZE):
+    for first in range(start, start + SIZE + M, SIZE):         # keys start+1 to start+SIZE-1+M
         j = first + tl.arange(0, SIZE)
         at, inside = (head*(T + M) + j)[:, None]*D + d, j[:, None] < T + M
         s, far, seen = _scores(q, _load(K + at, inside), P, row, i, j, pad, T, M)
@@ -98,6 +98,7 @@ def _key_grads(G, Q, K, V, P, L, DELTA, seed, pad, DK, DV, T, M,
     there, inside = (head*(T + M) + j)[:, None]*D + d, j[:, None] < T + M
     k, v = _load(K + there, inside), _load(V + there, inside)
     dk, dv = tl.zeros([SIZE, D], tl.float32), tl.zeros([SIZE, D], tl.float32)
+    # queries start-M to start+SIZE-2
     for first in range(tl.maximum(0, start - M) // SIZE * SIZE, tl.minimum(T, start + SIZE), SIZE):
         i = first + tl.arange(0, SIZE)
         row, here = head*T + i, i < T
@@ -116,7 +117,8 @@ SIZE = 64 # queries and keys of a tile
 def _launch(kernel, n, *args, shape, dropout): # n: queries or keys to divide among programs
     hb, t, m, d = shape
     constants = dict(D=d, DROP=int(dropout * 2**31), SCALE=1 / (1 - dropout), SIZE=SIZE)
-    kernel[-(-n // SIZE), hb](*args, t, m, **constants, num_warps=4)
+    assert hb < 2**16, f'batch: {hb} heads of all streams; give fewer streams'
+    kernel[-(-n // SIZE), hb](*args, t, m, **constants, num_warps=4) # programs: tiles × heads of all streams
 
 def context_forward(
     qu: Tensor, qw: Tensor, # scaled queries for content and position (h·b t d)
@@ -140,7 +142,7 @@ def context_backward(
     (hb, t, d), (h, m, _) = qu.shape, r.shape
     position, delta = torch.bmm(qw.view(h, -1, d), r.mT), (g.float() * out).sum(-1)
     dposition, (dqu, dk, dv) = torch.empty_like(position), (torch.empty_like(x) for x in (qu, k, v))
-    args, how = (g, qu, k, v, position, lse, delta, seed, pad), dict(shape=(hb, t, m, d), dropout=dropout)
+    args, how = (g, qu, k, v, position, lse.contiguous(), delta.contiguous(), seed, pad), dict(shape=(hb, t, m, d), dropout=dropout)
     _launch(_query_grads, t, *args, dqu, dposition, **how)
     _launch(_key_grads, t + m, *args, dk, dv, **how)
     dqw, dr = torch.bmm(dposition, r).view_as(qw), torch.bmm(dposition.mT, qw.view(h, -1, d))

@@ -120,8 +120,10 @@ KERNELS = dict(rows=(_rows_forward, _rows_backward), cpu=(_cpu_forward, _cpu_bac
 
 # %% ../../nbs/engine/00_fused.ipynb #f15c41b0
 @functools.cache
-def works(name: str, device: str, dtype: torch.dtype, d: int) -> bool:
-    "Check that a kernel runs on this device and agrees with `rows`, for heads of width d."
+def works(name: str, device: str|torch.device, dtype: torch.dtype, d: int) -> bool:
+    "Check that a kernel runs on this device and agrees with `rows` or `blocks`, for heads of width d."
+    # Triton works on the current device only
+    if name == 'triton' and torch.device(device).index not in (None, torch.cuda.current_device()): return False
     generator = torch.Generator().manual_seed(0)
     def random(t): return torch.randn(2, t, d, generator=generator).to(device, dtype) / 4
     context, g = name == 'triton', random(80)
@@ -143,7 +145,7 @@ def choose(q: Tensor, dropout: float, part: str = 'persistent') -> str: # querie
     if part == 'context': name, safe = 'triton' if gpu and half else 'blocks', 'blocks'
     elif gpu: name, safe = 'flash' if half else 'efficient', 'rows'
     else: name, safe = 'rows' if dropout else 'cpu', 'rows'
-    return name if name == safe or _works(name, q.device.type, q.dtype, q.shape[-1]) else safe
+    return name if name == safe or _works(name, q.device, q.dtype, q.shape[-1]) else safe
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
 def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
