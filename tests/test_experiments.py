@@ -62,7 +62,7 @@ def training(phase, recipe, environment, corpus=None): # everything that decides
 
 def trainings(found): # of all result files: the training run, and its heads, bits or perplexity
     runs = [f for n in ('tiny', 'table1', 'figure3') for f in found[n].get('runs', [found[n]])]
-    runs += found['choice']['gates'] + [f for f in found['choice']['early'] if f['part'] == 64]
+    runs += found['choice']['gates'] + found['choice']['early']
     for f in runs:
         for row in f['rows']:
             if row['model'] not in f.get('curves', ('baseline', 'control', 'gated')): continue # a copy, or pruned
