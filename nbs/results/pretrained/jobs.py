@@ -7,8 +7,9 @@ import numpy as np, torch, transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from allatt_prune import hf
 from allatt_prune.experiment import recorded
-from allatt_prune.hf_heads import masked, remove_heads
+from allatt_prune.hf_heads import masked, remove_heads, shape
 from allatt_prune.importance import METHODS, keep_mask, score
+from allatt_prune.repair import least_squares
 from allatt_prune.timing import in_turns
 transformers.logging.set_verbosity_error()
 
@@ -43,18 +44,18 @@ def texts(tokenizer, data): # rows to choose with, to judge on: of WikiText and 
     return dict(choose=train[:128], tune=train[128:], all=judged, test=judged[::len(judged) // 64][:64],
                 docs=rows(docs, 512)[::4][:32])
 
-def losses(model, rows, keep=None): # nats of each passage, per token
-    heads = hf.HFHeads(model, batches(rows, 4))
-    with torch.no_grad(), masked(model, keep): found = [(x, n) for x, n, _ in heads.losses()]
+def losses(model, rows, keep=None, units='heads'): # nats of each passage, per token
+    heads = hf.HFHeads(model, batches(rows, 4), units)
+    with torch.no_grad(), masked(model, keep, units): found = [(x, n) for x, n, _ in heads.losses()]
     return [round(float(x), 5) for x in torch.cat([x / n for x, n in found])]
 
 def timed(f, *args, **kwargs): # result, CPU seconds
     since = time.process_time()
     return f(*args, **kwargs), round(time.process_time() - since, 1)
 
-def judged(model, text, keep, **about):
+def judged(model, text, keep, units='heads', **about):
     z = None if keep is None else torch.as_tensor(keep).float()
-    where = {name: losses(model, text[name], z) for name in ('test', 'docs')}
+    where = {name: losses(model, text[name], z, units) for name in ('test', 'docs')}
     return about | dict(keep=None if keep is None else torch.as_tensor(keep).int().tolist(), **where)
 
 class Jobs: # of SmolLM2; each returns a dictionary
@@ -77,9 +78,25 @@ class Jobs: # of SmolLM2; each returns a dictionary
         gates, seconds = timed(hf.train_gates, self.model, batches(self.text['choose'], 2), rate, seed=seed)
         run = judged(self.model, self.text, gates.open_mask(), method='gates', seed=seed, rate=rate)
         return dict(runs=[run], seconds=seconds, pi=gates.log_alpha.tolist())
+    def both(self, units, seed): # a tenth of the parameters
+        heads = hf.HFHeads(self.model, None, 'both')
+        costs = heads.costs()
+        h = shape(self.model)[1]
+        share = .1 if units == 'both' else .1 * float(costs.sum() / costs[:h].sum())
+        gates, seconds = timed(hf.train_gates, self.model, batches(self.text['choose'], 2), share, units, seed=seed)
+        found = [judged(self.model, self.text, gates.open_mask(), units, method=f'gates, {units}', seed=seed)]
+        x = torch.rand(gates.log_alpha.shape, generator=torch.Generator().manual_seed(seed))
+        keep = keep_mask(x, share, costs=costs.expand(x.shape) if units == 'both' else None)
+        return dict(runs=found + [judged(self.model, self.text, keep, units, method=f'random, {units}', seed=seed)],
+                    seconds=seconds, costs=costs.tolist())
     def everything(self, method, keep): # on the whole test text
         keep = None if keep is None else keep.float()
         return dict(method=method, all=losses(self.model, self.text['all'], keep))
+    def repair(self, method, keep, n): # n rows of text
+        model, _ = smollm2(torch.float32)
+        x = batches(self.text['choose'][:n], 8)
+        small, seconds = timed(least_squares, model, keep, x)
+        return dict(method=method, tokens=n*128, seconds=seconds, test=losses(small, self.text['test']))
     def tuned(self, method, keep, seed, steps=200, lr=1e-4):
         model, _ = smollm2(torch.float32)
         small = model if keep is None else remove_heads(model, keep)
@@ -129,9 +146,12 @@ def plan(jobs, folder): # names and functions, in order
     for rate in (.2, .5):
         for seed in SEEDS: yield f'gates-{rate}-{seed}', lambda: jobs.gates(rate, seed)
     for m in SCORES: yield f'score-{m}', lambda: jobs.score(m)
+    for m in ('gates', 'gradient', 'random'): yield f'repair-{m}-128', lambda: jobs.repair(m, mask(m, .2), 128)
     for i in range(DRAWS): yield f'random-{i}', lambda: jobs.random(i)
     for rate in (.1, .3):
         for seed in SEEDS: yield f'gates-{rate}-{seed}', lambda: jobs.gates(rate, seed)
+    for seed in SEEDS:
+        for units in ('both', 'heads'): yield f'both-{units}-{seed}', lambda: jobs.both(units, seed)
     for m in ('gates', 'leave_one_out', 'whole'):
         yield f'all-{m}', lambda: jobs.everything(m, mask(m, .2))
 
