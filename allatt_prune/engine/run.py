@@ -75,7 +75,7 @@ def pick_device(name: str) -> str: # auto, cpu, cuda or cuda:N
     "Choose a device and check that it works."
     if name == 'auto': name = 'cuda' if torch.cuda.is_available() else 'cpu'
     torch.empty(0, device=name)
-    if torch.device(name).index: torch.cuda.set_device(name)    # for Triton
+    if name.startswith('cuda:'): torch.cuda.set_device(name)   # for Triton
     return name
 
 @contextlib.contextmanager
