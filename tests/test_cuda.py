@@ -9,7 +9,7 @@ from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.engine.resume import Stopped, train
 from allatt_prune.engine.run import run
 from allatt_prune.importance import METHODS, score
-from allatt_prune.model import LM, LMConfig
+from allatt_prune.model import LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.train import evaluate
 
