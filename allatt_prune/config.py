@@ -114,7 +114,7 @@ SETTINGS = [f.name for f in fields(Recipe) if f.name not in ('vocab', 'heads')]
 _tiny = dict(
     n_layer=4, d_model=128, n_persistent=256, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.,
     batch=16, optimizer='adamw', steps=550, warmup=55, lr=3e-3, prune_steps=650, prune_warmup=65,
-    prune_lr=2e-3, lam=.13, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=250,
+    prune_lr=2e-3, lam=.1, lam_warmup=50, gate_steps=150, gate_lr=.1, log_every=10, save_every=250,
     valid_every=0, eval_tokens=25_000, corpus='pydocs')
 _books = _tiny | dict(
     n_head=6, d_model=96, n_persistent=192, dropout=.1, attn_dropout=.2, batch=8, steps=24_000,
