@@ -20,7 +20,8 @@ from allatt_prune.sparsity import gates_for
 from allatt_prune.timing import environment
 from predictions import predicted
 
-RECIPES = dict(char=get_recipe('tiny-books', save_every=2000), word=get_recipe('tiny-books-word', save_every=2000))
+RECIPES = dict(char=get_recipe('tiny-books', save_every=2000), word=get_recipe('tiny-books-word', save_every=1000,
+    steps=6000, warmup=300, prune_steps=3000, prune_warmup=150, gate_steps=600, valid_every=1000)) # words: a quarter of the steps
 BASELINES = dict(char=('allatt_prune/models/tiny-books', 'nbs/results/tiny-books-1', 'nbs/results/tiny-books-2'),
                  word=('allatt_prune/models/tiny-books-word', 'nbs/results/tiny-books-word-1', 'nbs/results/tiny-books-word-2'))
 SHIPPED = dict(char={'pruned-best': 'tiny-books-best', 'pruned-gates': 'tiny-books-pruned'},
@@ -72,7 +73,9 @@ class Taught(Distill):
         kl = self.temperature**2 * (p.exp() * (p - q)).sum(-1).mean()
         return torch.lerp(nll, kl, self.weight), torch.cat([F.pad(new, (0, t.cfg.d_model - c)), old]), nll
 
-def base_of(job, repo): return LM.from_pretrained(repo/BASELINES[job.text][job.seed]) # the teacher of all
+def teacher_of(job): return Job(job.text, 'base', 24, job.seed, 'first') # whole, with the paper's dropout
+def base_of(job, repo): # the teacher of all; of characters: trained already
+    return LM.from_pretrained(repo/BASELINES['char'][job.seed] if job.text == 'char' else teacher_of(job).name + '/model')
 def pruned_from(job, repo): # the same, or one with less dropout
     return base_of(job, repo) if job.before == 'paper' else LM.from_pretrained(first_of(job).name + '/model')
 
@@ -126,7 +129,7 @@ def result(job): return json.loads(f.read_text()) if (f := Path(f'{job.name}.jso
 def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen from
     both = [(x, x) for x in LEVELS]
     if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
-    if arm in ('pruned', 'gates') and (training, text) != ('best', 'char'): both = [('paper', x) for x in LEVELS]
+    if arm in ('pruned', 'gates') and training != 'best': both = [('paper', x) for x in LEVELS]
     return [Job(text, arm, heads, seed, training, *x) for x in both]
 
 def chosen(text, arm, training, heads, seed): # the job with the dropout that was best on validation; None: not known yet
@@ -152,16 +155,12 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
     for seed in range(3):
         if job := chosen(C, 'gates', 'best', 15, seed): yield job
     yield from all_arms(C, 'best', 10, (0, 1, 2)) # the second size
-    for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper')
-    yield from all_arms(C, 'paper', 15, (1, 2))
     W = 'word'
-    for x in SHIPPED[W]: yield Job(W, 'shipped', 15, 0, x)
-    for seed in range(3): yield Job(W, 'whole', 24, seed, 'first')
     for arm in ('narrow', 'small', 'pruned'): yield from candidates(W, arm, 'best')
     yield from all_arms(W, 'best', 15, (1, 2))
+    for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper')
+    yield from all_arms(C, 'paper', 15, (1, 2))
     yield from all_arms(C, 'paper', 10, (0, 1, 2))
-    for arm in ('pruned', 'narrow', 'small'): yield from candidates(W, arm, 'paper')
-    yield from all_arms(W, 'paper', 15, (1, 2))
 
 def do(job, repo, stop): # what it comes to, in a file beside its folder
     folder, r, p = Path(job.name), recipe_of(job), predicted(job)
@@ -192,7 +191,8 @@ def do(job, repo, stop): # what it comes to, in a file beside its folder
 def one_more(repo, stop): # was there a job to do?
     for wanted in jobs():
         after_first = wanted.training in ('paper', 'best') and (wanted.arm in ('small', 'narrow') or wanted.arm in ('pruned', 'gates') and wanted.before != 'paper')
-        for job in ([first_of(wanted)] if after_first else []) + [wanted]:
+        teacher = [teacher_of(wanted)] if wanted.text == 'word' else []
+        for job in dict.fromkeys(([first_of(wanted)] if after_first else []) + teacher + [wanted]):
             if result(job): continue
             try:
                 with FileLock(f'{job.name}.lock', timeout=0):
@@ -212,7 +212,7 @@ def listed(): # what is planned now, and what is done
 if __name__ == '__main__':
     say = argparse.ArgumentParser()
     say.add_argument('repo', type=Path)
-    say.add_argument('--until', help='14:25, today, UTC')
+    say.add_argument('--until', help='14:25, UTC')
     say.add_argument('--list', action='store_true')
     given, now = say.parse_args(), datetime.datetime.now(datetime.timezone.utc)
     logging.basicConfig(format='%(asctime)s %(message)s', level=logging.WARNING)
@@ -222,6 +222,7 @@ if __name__ == '__main__':
     if given.list: raise SystemExit(listed())
     h, m = map(int, (given.until or '23:59').split(':'))
     stop = now.replace(hour=h, minute=m, second=0).timestamp()
+    if stop < time.time(): stop += 86_400
     try:
         while time.time() < stop - 60 and one_more(given.repo, stop): pass
         LOG.info('no job is left that can be begun' if time.time() < stop - 60 else 'the time is over')
