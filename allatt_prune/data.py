@@ -28,8 +28,9 @@ def shuffled(names) -> list[str]:
     return sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
 
 def _docstrings(path): # of a Python source file; outer ones first
-    try: nodes = ast.walk(ast.parse(path.read_bytes()))
+    try: nodes = [ast.parse(path.read_bytes())]
     except (SyntaxError, ValueError): return [] # some files of the library are broken on purpose
+    for x in nodes: nodes += (y for y in ast.iter_child_nodes(x) if not isinstance(y, ast.expr)) # expressions hold none
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     return [d for x in nodes if isinstance(x, kinds) and (d := ast.get_docstring(x))]
 
