@@ -342,7 +342,8 @@ def test_real_signals(world):
     common = dict(SMALL, steps=40, prune_steps=40, gate_steps=20)
     env = os.environ | dict(OMP_NUM_THREADS='1')
     def options(what): return [x for k, v in {**common, **busy[what], 'corpus': 'long.txt'}.items() for x in (f"--{k.replace('_', '-')}", str(v))]
-    cases = [(what, sig) for what in busy for sig in (signal.SIGTERM, signal.SIGINT)] + [('report', signal.SIGTERM)]
+    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    cases = [('training', term), ('training', ctrl_c), ('evaluation', term), ('saving', ctrl_c), ('report', term)]
     def one(i):
         (what, sig), name, rng = cases[i], f'signal{i}', random.Random(i)
         job = subprocess.Popen(shell(*options('training' if what == 'report' else what), '--run-dir', name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
