@@ -28,8 +28,8 @@ def test_every_printed_table_follows_from_the_results(path):
     shell, compared = CaptureShell(), 0
     shell.run_cell('%matplotlib inline')
     with contextlib.chdir(path.parent):
-        for cell in cells[:1 + max(i for i, c in enumerate(cells) if printed(c))]: # what follows prints nothing, and
-            if source(cell).startswith('## The smallest form'): break # this runs with the notebook's own tests
+        for cell in cells[:1 + max(i for i, c in enumerate(cells) if printed(c))]: # the rest prints nothing
+            if source(cell).startswith('## The smallest form'): break # runs with the notebook's own tests
             if cell.cell_type != 'code': continue
             before = printed(cell)
             shell.cell(cell)
