@@ -129,7 +129,7 @@ def result(job): return json.loads(f.read_text()) if (f := Path(f'{job.name}.jso
 def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen from
     both = [(x, x) for x in LEVELS]
     if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
-    if arm in ('pruned', 'gates') and training != 'best': both = [('paper', x) for x in LEVELS]
+    if arm in ('pruned', 'gates') and training != 'best': both = [*(('paper', x) for x in LEVELS), ('half', 'none'), ('half', 'half')]
     return [Job(text, arm, heads, seed, training, *x) for x in both]
 
 def chosen(text, arm, training, heads, seed): # the job with the dropout that was best on validation; None: not known yet
