@@ -129,11 +129,15 @@ def result(job): return json.loads(f.read_text()) if (f := Path(f'{job.name}.jso
 def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen from
     both = [(x, x) for x in LEVELS]
     if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
-    if arm in ('pruned', 'gates') and training != 'best': both = [*(('paper', x) for x in LEVELS), ('half', 'none'), ('half', 'half')]
+    pruned = arm in ('pruned', 'gates')
+    if training == 'paper' and heads == 10: both = [('paper' if pruned else 'half', 'none' if pruned else 'half'), ('half', 'none')]
+    elif training == 'paper' and pruned: both = [*(('paper', x) for x in LEVELS), ('half', 'none'), ('half', 'half')]
+    elif training == 'paper' and arm == 'small': both += [('half', 'none'), ('paper', 'none')]
     return [Job(text, arm, heads, seed, training, *x) for x in both]
 
 def chosen(text, arm, training, heads, seed): # the job with the dropout that was best on validation; None: not known yet
-    tried = [(result(j), j) for j in candidates(text, 'pruned' if arm == 'gates' else arm, training)]
+    size = heads if training == 'paper' else 15
+    tried = [(result(j), j) for j in candidates(text, 'pruned' if arm == 'gates' else arm, training, size)]
     if not all(x for x, _ in tried): return None
     best = min(tried, key=lambda x: x[0]['valid'])[1]
     return replace(best, arm=arm, heads=heads, seed=seed)
@@ -160,7 +164,8 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
     yield from all_arms(W, 'best', 15, (1, 2))
     for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper')
     yield from all_arms(C, 'paper', 15, (1, 2))
-    yield from all_arms(C, 'paper', 10, (0, 1, 2))
+    for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper', 10)
+    yield from all_arms(C, 'paper', 10, (1, 2))
 
 def do(job, repo, stop): # what it comes to, in a file beside its folder
     folder, r, p = Path(job.name), recipe_of(job), predicted(job)
