@@ -36,7 +36,7 @@ def test_every_printed_table_follows_from_the_results(path):
             if shell.exc: raise shell.exc
             assert printed(cell) == before, source(cell)
             compared += bool(before)
-    assert compared # cells that print
+    assert compared >= 2
 
 def test_the_first_page_repeats_the_verdicts():
     readme, rows = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8'), 0
