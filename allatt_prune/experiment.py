@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'BESIDE', 'outcome', 'finished', 'recorded', 'joint', 'peak_memory', 'made', 'sweep', 'by_seed', 'interval',
-           'each', 'arm_costs']
+           'by_t', 'each', 'arm_costs']
 
 # %% ../nbs/experiments/experiment.ipynb #fdd30733
 import json, os, statistics, time
@@ -108,6 +108,12 @@ def interval(
     g = np.random.default_rng(0)
     rows, columns = g.integers(len(x), size=(n, len(x))), g.integers(x.shape[1], size=(n, x.shape[1]))
     return np.percentile([x[r][:, c].mean() for r, c in zip(rows, columns)], [2.5, 97.5])
+
+def by_t(x: np.ndarray) -> np.ndarray: # of three seeds, as for `interval`; (2,)
+    "95 % interval of the mean by Student's t over the seeds."
+    assert len(x) == 3 # 4.303 is for two degrees of freedom
+    m = x.mean(1)
+    return m.mean() + np.array([-1, 1]) * 4.303 * m.std(ddof=1) / 3**.5
 
 def each(xs: list[float], form: str) -> str: # format of a number, as for `format`
     "Mean ± standard deviation of three seeds or more; mean and both values of two."

@@ -1,6 +1,6 @@
 """Intervals for the verdicts: trainings whose loss is kept for each passage.    python verdicts.py REPO --until 14:25 [--list]
 
-Run it in a folder that holds books8-small. It does the jobs of `jobs()` in their order, skips those that have a file of results,
+Run it in a folder that holds books8-small and books-word-small. It does the jobs of `jobs()` in their order, skips those that have a file of results,
 goes on with half-done ones, and can run twice at once: a job is locked while it is worked on."""
 import argparse, datetime, json, logging, math, os, signal, sys, threading, time
 from dataclasses import asdict, replace
@@ -16,7 +16,8 @@ from allatt_prune.timing import environment
 
 PASSAGE = 2_500
 BASELINES = ('allatt_prune/models/tiny-books', 'nbs/results/tiny-books-1', 'nbs/results/tiny-books-2')
-BOOKS = get_recipe('tiny-books', save_every=1500)
+WORD_BASELINES = tuple(b.replace('tiny-books', 'tiny-books-word') for b in BASELINES)
+BOOKS, WORDS = (get_recipe(name, save_every=1500) for name in ('tiny-books', 'tiny-books-word'))
 SHORT = dict(prune_steps=3_000, prune_warmup=150, gate_steps=1_200, lam_warmup=300, gate_lr=.04) # as in table3
 WITHOUT = {'warmup': dict(lam_warmup=0), 'init': dict(gate_init=0.), 'scale': dict(output_scale=False)}
 VARIANTS = dict(all={}, **WITHOUT, none={k: x for v in WITHOUT.values() for k, x in v.items()})
@@ -47,6 +48,17 @@ def jobs(repo): # name, recipe, models, baseline; in order of importance
             for seed in range(3): yield f'heads-{size}-random-{seed}', replace(r, method='random', seed=seed, **alone), ALONE, base
     for lam in (.06, .15): # Table 2, the other lambdas
         for seed in range(3): yield f'gates-{lam}-{seed}', replace(BOOKS, seed=seed, lam=lam), GATED, repo/BASELINES[seed]
+    for seed in range(3): # best, as many heads as the gates of the middle lambda kept, with its whole model
+        if gates := result(f'gates-0.08-{seed}'):
+            r = replace(get_recipe('best', save_every=1500), seed=seed, sparsity=1 - float(np.mean(gates['keep'])))
+            yield f'best-0.08-{seed}', r, (*ALONE, 'control'), repo/BASELINES[seed]
+    for lam, seed in ((.05, 0), (.05, 1), (.05, 2), (.04, 0), (.07, 0)): # Table 1
+        yield f'words-{lam}-{seed}', replace(WORDS, seed=seed, lam=lam), (*GATED, *['control']*(lam == .05)), repo/WORD_BASELINES[seed]
+    for seed in range(3): # best on words, with dropout
+        if gates := result(f'words-0.05-{seed}'):
+            r = replace(WORDS, prune_lr=2e-3, teacher=.5, seed=seed, sparsity=1 - float(np.mean(gates['keep'])), method='leave_one_out',
+                        repair='scaled', score_tokens=20_000)
+            yield f'best-words-{seed}', r, (*ALONE, 'control'), repo/WORD_BASELINES[seed]
 
 def result(name): return json.loads(f.read_text()) if (f := Path(f'{name}.json')).exists() else None
 
