@@ -1,7 +1,7 @@
 """Intervals for the verdicts: trainings whose loss is kept for each passage.    python verdicts.py REPO --until 14:25 [--list]
 
-Run it in a folder that holds books8-small and books-word-small. It does the jobs of `jobs()` in their order, skips those that have a file of results,
-goes on with half-done ones, and can run twice at once: a job is locked while it is worked on."""
+Run it in a folder that holds books8-small and books-word-small. It does the jobs of `jobs()` in their order, skips those that have
+a file of results, goes on with half-done ones, and can run twice at once: a job is locked while it is worked on."""
 import argparse, datetime, json, logging, math, os, signal, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
