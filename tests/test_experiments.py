@@ -22,7 +22,7 @@ def printed(cell): # all text, however the stream was cut into pieces; figures a
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_every_printed_table_follows_from_the_results(path):
     cells = read_nb(path).cells
-    files = re.findall(r"'\.\./results/([\w-]+\.json)'", ''.join(map(source, cells)))
+    files = re.findall(r"'\.\./results/([\w-]+\.json|[\w-]+)'", ''.join(map(source, cells)))
     assert all((FOLDER.parent/'results'/name).exists() for name in files) # or the experiment would run here
     assert files
     shell, compared = CaptureShell(), 0
