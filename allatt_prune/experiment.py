@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'BESIDE', 'outcome', 'finished', 'recorded', 'joint', 'peak_memory', 'made', 'sweep', 'by_seed', 'interval',
-           'by_t', 'each', 'arm_costs']
+           'passage_bits', 'by_t', 'each', 'arm_costs']
 
 # %% ../nbs/experiments/experiment.ipynb #fdd30733
 import json, os, statistics, time
@@ -108,6 +108,11 @@ def interval(
     g = np.random.default_rng(0)
     rows, columns = g.integers(len(x), size=(n, len(x))), g.integers(x.shape[1], size=(n, x.shape[1]))
     return np.percentile([x[r][:, c].mean() for r, c in zip(rows, columns)], [2.5, 97.5])
+
+def passage_bits(passages: list) -> np.ndarray: # (..., 2) nats and symbols of each passage; (...)
+    "Bits per symbol of each passage."
+    nats, n = np.moveaxis(np.asarray(passages, float), -1, 0)
+    return nats / n / np.log(2)
 
 def by_t(x: np.ndarray) -> np.ndarray: # of three seeds, as for `interval`; (2,)
     "95 % interval of the mean by Student's t over the seeds."

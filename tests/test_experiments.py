@@ -23,7 +23,8 @@ def printed(cell): # all text, however the stream was cut into pieces; figures a
 def test_every_printed_table_follows_from_the_results(path):
     cells = read_nb(path).cells
     files = re.findall(r"'\.\./results/([\w-]+\.json|[\w-]+)'", ''.join(map(source, cells)))
-    assert all((FOLDER.parent/'results'/name).exists() for name in files) # or the experiment would run here
+    found = [FOLDER.parent/'results'/name for name in files]
+    assert all(f.is_file() or any(f.glob('*.json')) for f in found) # or the experiment would run here
     assert files
     shell, compared = CaptureShell(), 0
     shell.run_cell('%matplotlib inline')
