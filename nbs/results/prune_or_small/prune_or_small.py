@@ -130,7 +130,8 @@ def candidates(text, arm, training, heads=15, seed=0): # what dropout is chosen 
     both = [(x, x) for x in LEVELS]
     if training == 'best' and text == 'char': both = [(x, 'none') for x in LEVELS]
     pruned = arm in ('pruned', 'gates')
-    if training == 'paper' and heads == 10: both = [('paper' if pruned else 'half', 'none' if pruned else 'half'), ('half', 'none')]
+    if text == 'word' and training == 'paper': both += [('half', 'none'), ('paper', 'none')]
+    elif training == 'paper' and heads == 10: both = [('paper' if pruned else 'half', 'none' if pruned else 'half'), ('half', 'none')]
     elif training == 'paper' and pruned: both = [*(('paper', x) for x in LEVELS), ('half', 'none'), ('half', 'half')]
     elif training == 'paper' and arm == 'small': both += [('half', 'none'), ('paper', 'none')]
     return [Job(text, arm, heads, seed, training, *x) for x in both]
@@ -166,6 +167,8 @@ def jobs(): # in order of importance; what depends on a choice that is not made 
     yield from all_arms(C, 'paper', 15, (1, 2))
     for arm in ('pruned', 'narrow', 'small'): yield from candidates(C, arm, 'paper', 10)
     yield from all_arms(C, 'paper', 10, (1, 2))
+    for arm in ('pruned', 'narrow', 'small'): yield from candidates(W, arm, 'paper')
+    yield from all_arms(W, 'paper', 15, (1, 2))
 
 def do(job, repo, stop): # what it comes to, in a file beside its folder
     folder, r, p = Path(job.name), recipe_of(job), predicted(job)
