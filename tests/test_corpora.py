@@ -1,12 +1,12 @@
 "Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
-import hashlib, io, lzma, os, random, shutil, signal, subprocess, sys, threading, time, warnings, zipfile
+import hashlib, io, lzma, os, pickle, random, shutil, signal, subprocess, sys, threading, time, warnings, zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 import numpy as np, pooch, pytest
 from hypothesis import given, settings, strategies as st
 from allatt_prune.config import get_recipe
-from allatt_prune.data import UNKNOWN, Corpus, DataError, normalize
+from allatt_prune.data import UNKNOWN, Corpus, DataError, Ids, normalize, vocab_hash
 from allatt_prune.engine import corpora
 from allatt_prune.engine.corpora import blocks, load_corpus
 from allatt_prune.engine.run import text_for
@@ -301,6 +301,22 @@ def test_ids_outside_the_vocabulary():
         ids[10] = wrong
         with pytest.raises(IndexError): train(model, corpus, recipe)
         with pytest.raises(IndexError): evaluate(model, ids)
+
+def test_ids_know_their_vocabulary(home):
+    made('a.txt', TEXT), made('b.txt', TEXT.replace('knock', 'quack'))
+    a, b = load_corpus('a.txt'), load_corpus('b.txt')
+    assert a.hash != b.hash and load_corpus('a.txt', unit='raw').hash != a.hash
+    text, symbols = Corpus.from_text(TEXT), Corpus.from_symbols([[['one', 'two'] * 50]], 'word')
+    for c in (a, b, load_corpus('b.txt', vocab=[*' abcdefghijklmnopqrstuvwxyz']), text, symbols):
+        assert c.hash == vocab_hash(c.unit, c.vocab)
+        for ids in (c.train, c.valid, c.test, c.train[3:-1], c.train[:9][::2], c.train[:9].copy(), c.train.astype(np.int64)):
+            assert ids.hash == c.hash
+        assert not hasattr(np.asarray(c.train), 'hash') and type(c.train[:4] + 1) is np.ndarray  # numbers, no longer ids
+        assert isinstance(c.train.sum(), np.integer) and isinstance(c.train[0], np.integer)
+        assert pickle.loads(pickle.dumps(c.train)).hash in (None, c.hash) and np.arange(3).view(Ids).hash is None
+    assert isinstance(a.train.base, np.memmap) and a.hash == text.hash                # not read into memory
+    swapped = Corpus('', b.train, b.valid, b.test, a.vocab, 'char')                   # a corpus says of which vocabulary they are
+    assert (swapped.train.hash, b.train.hash) == (a.hash, b.hash)
 
 # ---- the fast way against the obvious one
 
