@@ -46,7 +46,7 @@ class HeadGates(nn.Module):
         *, scale: bool = True # multiply by s_g (paper, equation 3)
     ):
         super().__init__()
-        self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init)))
+        self.log_alpha = nn.Parameter(torch.full((n_layer, n_head), float(init), dtype=torch.float32))
         self.register_buffer('scale', torch.tensor(scale))     # buffers are saved with the gates
         self.register_buffer('frozen', torch.tensor(False))
 
@@ -55,6 +55,11 @@ class HeadGates(nn.Module):
         else: g = self.open_mask().to(self.log_alpha.dtype)
         return g * output_scale(g) if self.scale else g
 
+    def _apply(self, fn, recurse=True): # of .half(), .to(...): in 16 bits, small steps would be rounded away
+        def wide(x):
+            y = fn(x)
+            return x.to(y.device, torch.promote_types(y.dtype, torch.float32)) if y.is_floating_point() else y
+        return super()._apply(wide, recurse)
     def open_mask(self) -> Tensor:
         "Mask of the heads to keep, (l h), bool."
         return self.log_alpha.detach() >= 0
