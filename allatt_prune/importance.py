@@ -18,9 +18,9 @@ from tqdm import trange
 from .config import LMConfig
 from .data import Streams
 from .engine.fused import weights
-from .model import LM
+from .model import LM, exact
 from .remove import per_head, remove_heads, unwrapped
-from .train import evaluate, evaluating
+from .train import check_ids, evaluate, evaluating
 
 # %% ../nbs/beyond/00_importance.ipynb #35db4a93
 def tokens_needed(cfg: LMConfig, batch: int = 8) -> int: # or a recipe; streams
@@ -38,8 +38,8 @@ class LMHeads:
         if cfg.heads is None: return cfg.n_layer, cfg.n_head
         raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
     def segments(self, z=None): # yields mean loss, number of targets
-        ids, mems, cfg, device = np.asarray(self.ids), None, self.model.cfg, self.model.pos.device
-        if ids.dtype.kind not in 'iu': raise ValueError(f'text={ids.dtype}: not ids')
+        ids, mems = check_ids(self.model, self.ids), None
+        cfg, device = self.model.cfg, self.model.pos.device
         for x, y in Streams(ids, self.batch, cfg.seg_len):
             self.full = cfg.mem_len == (0 if mems is None else mems.shape[2])
             loss, mems = self.model(x.to(device), y.to(device), mems, z)
@@ -129,7 +129,7 @@ def attention_statistics(
     count = torch.zeros(heads.shape[0], 1, dtype=torch.long)
     def look(i, p, away):
         count[i] += p.shape[1] * p.shape[2]
-        for name in names: sums[name][i] += STATISTICS[name](p, away).double().sum((1, 2)).cpu()
+        for name in names: sums[name][i] += exact(STATISTICS[name](p, away)).sum((1, 2)).cpu()
     with evaluating(heads.model): heads.attention(look, z)
     return {name: x / count for name, x in sums.items()}
 
@@ -140,8 +140,8 @@ def output_difference(heads, z): # -> (l h), from 0
     l, h = z.shape
     found = torch.zeros(2, l, h, dtype=torch.float64)
     def look(i, x):
-        x, w = x.double(), heads.projection(i)[0].double()
-        x *= z[i].double().repeat_interleave(x.shape[1] // h)
+        x, w = exact(x), exact(heads.projection(i)[0])
+        x *= exact(z[i]).repeat_interleave(x.shape[1] // h)
         products = (x.T @ x) * (w @ w.T)                       # the sum is the squared norm of x @ w
         found[1, i] += products.sum().cpu()
         found[0, i] += reduce(products, '(h d) (k e) -> h k', 'sum', h=h, k=h).diagonal().cpu()
@@ -152,11 +152,11 @@ def gradients(heads, z): # -> (pieces l h), with sum -z dL/dz
     "First-order rise of the loss without each head."
     grads, count = [], 0
     for loss, n, own in heads.losses(z.clone().requires_grad_()):
-        grads.append(rearrange(torch.autograd.grad(loss.sum(), own)[0].double(), 'l n h -> n l h'))
+        grads.append(rearrange(exact(torch.autograd.grad(loss.sum(), own)[0]), 'l n h -> n l h'))
         count += n.sum().item()
     if not any(g.any() for g in grads):
-        raise ValueError('scores: the loss has no slope here, as without labels; give labels, or use leave_one_out')
-    return -z.double() * torch.cat(grads) / count
+        raise ValueError('scores: the loss has no slope, as without labels; give labels, or use leave_one_out')
+    return -exact(z) * torch.cat(grads) / count
 
 @torch.no_grad()
 def leave_one_out(heads, z): # -> (l h), in units of the loss
@@ -171,14 +171,14 @@ def leave_one_out(heads, z): # -> (l h), in units of the loss
 
 def magnitude(heads, z): # -> (l h)
     "Norm of all parameters of each head."
-    return torch.stack([heads.parameters(i).detach().double().norm(dim=1) for i in range(len(z))])
+    return torch.stack([exact(heads.parameters(i).detach()).norm(dim=1) for i in range(len(z))])
 
 # %% ../nbs/beyond/00_importance.ipynb #225f308f
 def _mean(name, sign=1): # score: a mean attention statistic
     return lambda heads, z: sign * attention_statistics(heads, None, [name], z)[name]
 
 METHODS = dict( # functions of an adapter and z (l h)
-    random=lambda heads, z: torch.rand(z.shape), magnitude=magnitude,
+    random=lambda heads, z: torch.rand(z.shape, dtype=torch.float32), magnitude=magnitude,
     entropy=_mean('entropy', -1), sparsity=_mean('sparsity'), distance=_mean('distance'),
     concentration=_mean('concentration'), persistent=_mean('persistent'),
     output_difference=output_difference,
@@ -210,24 +210,21 @@ def score(
 def keep_mask(
     scores: Tensor, # (l h)
     sparsity: float, # share of the heads to remove, 0 to 1
-    per_layer: bool = False, # remove this share in each layer; False: over all layers
     *, least: int = 0, # heads kept in each layer, whatever their scores
     costs: Tensor|None = None # (l h) parameters of each head; `sparsity` is then a share of parameters
 ) -> Tensor: # (l h), True where a head stays
     "Keep the heads with the highest scores. Ties go to the first."
     scores = torch.as_tensor(scores)
     if scores.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
-    assert costs is None or not per_layer, 'costs: for all layers together'
     if not 0 <= sparsity <= 1: raise ValueError(f'sparsity={sparsity}: not a share; give 0 to 1')
     if least:                                                  # kept first
-        first = keep_mask(scores, 1 - least / scores.shape[1], per_layer=True)
-        scores = scores.masked_fill(first, math.inf)
-    rows = scores if per_layer else scores.reshape(1, -1)
-    order = rows.argsort(dim=1, descending=True, stable=True)
-    n = rows.shape[1] - round(sparsity * rows.shape[1])        # heads kept in each row
+        first = scores.argsort(descending=True, stable=True)[:, :least]
+        scores = scores.float().scatter(1, first, math.inf)
+    order = scores.flatten().argsort(descending=True, stable=True)
+    n = len(order) - round(sparsity * len(order))              # heads kept
     if costs is not None:
-        paid = costs.expand(scores.shape).reshape(rows.shape).gather(1, order).cumsum(1)
-        n = int((paid < (1 - sparsity) * paid[:, -1:] - 1e-6).sum()) + 1
-    if least * len(scores) > n * len(rows): raise ValueError(f'least={least}: more heads than stay at {sparsity}')
+        paid = costs.expand(scores.shape).flatten()[order].cumsum(0)
+        n = int((paid < (1 - sparsity) * paid[-1] - 1e-6).sum()) + 1
+    if least * len(scores) > n: raise ValueError(f'least={least}: more heads than stay at {sparsity}')
     if not n: raise ValueError(f'sparsity={sparsity}: all heads would go; give less')
-    return torch.zeros_like(rows, dtype=torch.bool).scatter(1, order[:, :n], True).reshape(scores.shape)
+    return torch.zeros_like(order, dtype=torch.bool).scatter(0, order[:n], True).view(scores.shape)

@@ -11,6 +11,7 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 from .gates import output_scale
 from .importance import heads_of
+from .model import exact
 from .train import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
@@ -19,7 +20,7 @@ def gram(heads) -> list[Tensor]: # (hd+1 hd+1) of each layer, float64
     "Gram matrix of the head outputs before W_o, with a 1 appended, summed over tokens."
     found = [0] * heads.shape[0]
     def look(i, x):
-        x = F.pad(x.double(), (0, 1), value=1.)
+        x = F.pad(exact(x), (0, 1), value=1.)
         found[i] = found[i] + x.T @ x
     with evaluating(heads.model): heads.outputs(look)
     return found
@@ -42,8 +43,8 @@ def least_squares(model, keep: Tensor, data):
     small, keep = heads.remove(keep), torch.as_tensor(keep).bool().cpu()
     for i, (G, stays) in enumerate(zip(gram(heads), keep)):
         (W, bias), (new, new_bias) = heads.projection(i), heads.projection(i, small)
-        W, K = W.double(), stays.repeat_interleave(len(W) // len(stays)).to(W.device)
-        if bias is not None: W, K = torch.cat([W, bias[None]]), F.pad(K, (0, 1), value=True)
+        W, K = exact(W), stays.repeat_interleave(len(W) // len(stays)).to(W.device)
+        if bias is not None: W, K = torch.cat([W, exact(bias[None])]), F.pad(K, (0, 1), value=True)
         if i == 0 and G[-1, -1] < len(W):
             warnings.warn(f'repair: {int(G[-1, -1])} tokens for {len(W)} weights of each output; give more')
         G = G[:len(W), :len(W)]                                # without the 1, if there is no bias

@@ -25,8 +25,9 @@ class Way:
     choose: Callable|None = None # of model and corpus -> kept heads (l h), pruned model
 
 def kept(r: Recipe) -> int: # number of heads
-    "Heads kept at the recipe's sparsity. ValueError if that is all of them."
-    keep = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity, r.per_layer)
+    "Heads kept at the recipe's sparsity. ValueError if that is none or all of them."
+    if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one')
+    keep = keep_mask(torch.zeros(r.n_layer, r.n_head), r.sparsity)
     if keep.all(): raise ValueError(f'sparsity={r.sparsity}: no head would go; give more')
     return int(keep.sum())
 
@@ -34,7 +35,7 @@ def kept(r: Recipe) -> int: # number of heads
 def by_gates(r: Recipe) -> Way:
     "The paper's gates; with a sparsity, target gates."
     size, settings = (r.n_layer, r.n_head), dict(init=r.gate_init, scale=r.output_scale)
-    if not r.sparsity: return Way(HeadGates(*size, **settings))
+    if r.sparsity is None: return Way(HeadGates(*size, **settings))
     penalty = Target(r.sparsity, r.lam_warmup, r.gate_lr / 10)
     return Way(TargetGates(*size, kept(r), **settings), penalty)
 
@@ -47,7 +48,7 @@ def by_score(r: Recipe) -> Way:
     if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give one of {", ".join(REPAIRS)}')
     def choose(model, corpus):
         ids = corpus.train[:r.score_tokens]
-        keep = keep_mask(score(model, ids, r.method, seed=r.seed), r.sparsity, r.per_layer)
+        keep = keep_mask(score(model, ids, r.method, seed=r.seed), r.sparsity)
         return keep, REPAIRS[r.repair](model, keep, ids).train()
     return Way(choose=choose)
 
@@ -55,12 +56,12 @@ def by_score(r: Recipe) -> Way:
 WAYS = dict(gates=by_gates) # functions of a recipe; scores are found in METHODS
 
 def way(
-    r: Recipe # method, sparsity, per_layer, score_tokens, repair
+    r: Recipe # method, sparsity, score_tokens, repair
 ) -> Way:
     "Make the way that a recipe names. ValueError if its settings contradict each other."
     names = ', '.join(WAYS | METHODS)
     if r.method not in WAYS | METHODS: raise ValueError(f'method={r.method}: give one of {names}')
     if r.method not in WAYS: return by_score(r)
-    if r.per_layer or r.repair not in ('nothing', 'scaled'):
-        raise ValueError(f'method={r.method}: per_layer and repair are for scores; leave them out')
+    if r.repair not in ('nothing', 'scaled'):
+        raise ValueError(f'repair={r.repair}: for scores; gates scale the outputs in training')
     return WAYS[r.method](r)
