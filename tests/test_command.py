@@ -77,7 +77,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*OWN, '--device', 'abacus'], 1, 'abacus'),
     ([*RUN, '--steps', '0'], 2, 'steps=0'),
     ([*PRUNE, '--method', 'glue'], 2, 'method=glue'),
-    ([*PRUNE, '--heads', '9'], 2, 'sparsity=-0.125'),
+    *(([job, 'good', '--corpus', 'own.txt', '--heads', n], 2, f'heads={n}: give 1 to 7') for job in ('prune', 'score') for n in '089'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'entrpy'),
     (['sample', 'good', '--prompt', 'Ones'], 1, "the model does not know 'O'"),
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'), # files
@@ -191,7 +191,7 @@ def test_heads_chosen_by_a_score(folder):
     assert 'method gradient; ' in (folder/'x'/'report.md').read_text()
 
 @pytest.mark.parametrize('recipe,wish,kept,said', [
-    ('tiny', '', None, 'method gates; sparsity 0.0; lam 0.1'),
+    ('tiny', '', None, 'method gates; lam 0.1'),
     ('tiny', '--heads 3', 3, 'method gates; sparsity 0.625'),
     ('best', '--sparsity .5', 4, 'method leave_one_out; sparsity 0.5'),
     ('best', '--method random', 5, 'method random; sparsity 0.4')])

@@ -13,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from fastcore.docments import docments
 from .. import __version__, engine
-from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, get_recipe
+from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get_recipe
 from ..data import DataError, Streams, symbol_ids
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e1
 def _find(args, *names): # model folder; in a run, the first of these models that exists
     return next((p for name in names if (p := Path(args.model)/name).exists()), Path(args.model))
 
-def _open(args, *names): # as for `_find` -> model, z or None, other saved parts, folder
+def _open(args, *names): # as for `_find` -> model, z or None, folder
     from allatt_prune import LM
     path, device = _find(args, *names), engine.run.pick_device(args.device)
     model, (_, parts) = LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
-    if 'z' not in parts: assert 'gates' not in parts, f'model={path}: saved without z, the multipliers'
-    return model, parts['z']['z'].to(device) if 'z' in parts else None, parts, path
+    z = parts['z']['z'].to(device) if 'z' in parts else None
+    if 'gates' in parts and z is None: raise ValueError(f'model={path}: saved without z (multipliers)')
+    return model, z, path
 
 def _corpus(path): # the corpus of a model's run; pydocs outside a run
     with suppress(OSError): return engine.run.stored_recipe(path.resolve().parent).corpus
@@ -35,22 +36,28 @@ def _text(args, path): # read with the model's vocabulary
     return engine.run.text_for(path, args.corpus or _corpus(path), args.cache)
 
 # %% ../../nbs/engine/09_cli.ipynb #fede0856
+def _share(args, cfg): # of the heads to remove; None: not given
+    heads, n = args.heads, cfg.n_layer * cfg.n_head
+    if heads is None: return cfg.sparsity if args.sparsity is None else args.sparsity
+    if not 0 < heads < n: raise ValueError(f'heads={heads}: give 1 to {n - 1}, the heads to keep')
+    return 1 - heads / n
+
 def _recipe(args, run_dir): # recipe with the given settings; baseline folder or None
     recipe, path = get_recipe(args.recipe or 'tiny'), None
     if args.resume: recipe = engine.run.stored_recipe(run_dir)
     elif args.command == 'prune':
         path = _find(args, 'baseline')
         config, parts = engine.checkpoint.load(path)
-        assert config['heads'] is None, f'model={path}: heads were removed already'
-        if 'recipe' in parts and not args.recipe: recipe = Recipe(**parts['recipe'])
+        if config['heads'] is not None: raise ValueError(f'model={path}: heads were removed already')
+        if 'recipe' in parts and not args.recipe: recipe = Recipe.stored(parts['recipe'])
         shape = {f: x for f, x in config.items() if f in SETTINGS}
         recipe = replace(recipe, **shape, corpus=_corpus(path))
-    r, heads = adjusted(recipe, **args.settings), args.heads
-    return r if heads is None else replace(r, sparsity=1 - heads / (r.n_layer * r.n_head)), path
+    r = adjusted(recipe, **args.settings)
+    return replace(r, sparsity=_share(args, r)), path
 
 def _train(args): # run, train and prune
     run, prune = engine.run, args.command == 'prune'
-    assert not prune or args.model or args.resume, 'prune: give a model or --resume'
+    if prune and not args.model and not args.resume: raise ValueError('prune: give a model or --resume')
     run_dir = Path(args.run_dir or f"runs/{'pruned' if prune else args.recipe or 'tiny'}")
     recipe, baseline = _recipe(args, run_dir)
     models = [name for name in run.MODELS if name != 'control' or not prune or args.control]
@@ -66,7 +73,7 @@ def _train(args): # run, train and prune
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
 def _evaluate(args):
     from allatt_prune.train import evaluate
-    model, z, _, path = _open(args, 'pruned', 'baseline')
+    model, z, path = _open(args, 'pruned', 'baseline')
     text = _text(args, path)
     ids = getattr(text, args.split)[:args.tokens or None]
     with engine.processes.Progress('evaluation', len(ids)) as bar:
@@ -76,23 +83,23 @@ def _evaluate(args):
 
 def _score(args):
     from allatt_prune import importance
-    model, *_, path = _open(args, 'baseline')
+    model, _, path = _open(args, 'baseline')
     text, n_head = _text(args, path), model.cfg.n_head
-    ids, heads = text.train[:args.score_tokens], model.cfg.n_layer * n_head
+    ids = text.train[:args.score_tokens]
     scores = importance.score(model, ids, args.method, seed=args.seed)
-    sparsity = args.sparsity if args.heads is None else 1 - args.heads / heads
-    keep = importance.keep_mask(scores, sparsity, args.per_layer)
+    keep = importance.keep_mask(scores, _share(args, model.cfg))
     def cell(score, kept): return f'{score:.4g}' if kept else f'({score:.4g})'
     rows = [[f'layer {i}', *map(cell, xs, ks), sum(ks)]
             for i, (xs, ks) in enumerate(zip(scores.tolist(), keep.tolist()), 1)]
     print(engine.report.markdown(['', *(f'head {h + 1}' for h in range(n_head)), 'kept'], rows))
     print(f'\n{args.method} on {len(ids):,} tokens of {text.name}; '
-          f'in brackets: the {int((~keep).sum())} of {heads} heads to remove')
+          f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove')
 
 def _sample(args):
     import torch
-    model, z, parts, _ = _open(args, 'pruned', 'baseline')
-    unit, symbols = parts['vocab']['unit'], parts['vocab']['symbols']
+    model, z, path = _open(args, 'pruned', 'baseline')
+    if not model.vocab: raise DataError(f'model={path}: saved without vocab, its vocabulary')
+    unit, symbols = model.vocab['unit'], model.vocab['symbols']
     pieces = args.prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(args.prompt)
     ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=model.pos.device)
     torch.manual_seed(args.seed)
@@ -126,7 +133,7 @@ GIVEN = {f for f in SHAPE if 'dropout' not in f} | {'steps', 'warmup', 'lr', 'lr
 def boolean(text): return bool(('false', 'true').index(text))
 def integers(text): return [int(x) for x in text.split(',') if x]
 
-def _option(p, name, usual, help): # usual: a default, or a type if there is none
+def _option(p, name, usual, help, choices=None): # usual: a default, or a type if there is none
     kind, usual = (usual, None) if callable(usual) else (type(usual), usual)
     flag = '--' + name.replace('_', '-')
     if name == 'sparsity':
@@ -134,10 +141,12 @@ def _option(p, name, usual, help): # usual: a default, or a type if there is non
         _option(p, 'heads', int, 'heads to keep, instead of a sparsity')
     if usual is False: return p.add_argument(flag, action='store_true', help=help)
     if usual: help += ' (default: %(default)s)'
-    p.add_argument(flag, type=kind, default=usual, metavar=kind.__name__, help=help)
+    p.add_argument(flag, type=kind, default=usual, choices=choices, help=help,
+                   metavar=None if choices else kind.__name__)
 
 def _settings(groups, names): # an option per recipe field, explained if it is in a group
-    docs, kinds = docments(Recipe) | docments(LMConfig), {bool: boolean, list: integers}
+    docs = docments(Recipe) | docments(LMConfig)
+    kinds = {bool: boolean, list: integers, float|None: float}
     for f in (f for f in fields(Recipe) if f.name in names):
         help = f"{docs[f.name].partition(';')[0]} (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
         if f.name not in SHOWN: help = argparse.SUPPRESS
@@ -150,7 +159,7 @@ _RECIPE = dict(recipe=(str, ', '.join(RECIPES) + ' (default: tiny)'))
 _RUN = dict(run_dir=(str, 'new folder (default: runs/RECIPE, or runs/pruned)'),
             resume=(False, 'resume the run in --run-dir'))
 COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)'),
-              device=('auto', 'auto, cpu or cuda'), debug=(False, 'show tracebacks'))
+              device=('auto', 'auto, cpu, cuda or mps'), debug=(False, 'show tracebacks'))
 COMMANDS = dict( # function, help, example, own options, recipe fields among the options
     run=(_train, 'train, prune, evaluate and time', 'tiny --lam 0.2 --seed 1', _RECIPE | _RUN, SETTINGS),
     train=(_train, 'train a baseline', 'text8 --batch 16', _RECIPE | _RUN, SETTINGS),
@@ -158,12 +167,13 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         **_MODEL, **_RUN, recipe=(str, 'recipe to start from (default: the recipe of the model)'),
         control=(False, 'also train the control: all heads, as many steps')), {*SETTINGS} - GIVEN),
     evaluate=(_evaluate, 'evaluate a model on a text', 'runs/tiny --split test', dict(
-        **_TEXT, split=('valid', 'valid, test or train'), tokens=(0, 'tokens to evaluate; 0: all'),
+        **_TEXT, split=('valid', 'part of the text', ['valid', 'test', 'train']),
+        tokens=(0, 'tokens to evaluate; 0: all'),
         batch=(1, 'parallel streams; more are faster, but each starts without memory')), ()),
     score=(_score, 'score the importance of each head', 'tiny-books --method gradient', dict(
         **_TEXT, method=('leave_one_out', 'gradient, taylor, output_difference, magnitude, entropy, '
                          'sparsity, distance, concentration, persistent, random or leave_one_out'),
-        sparsity=(.4, 'share of heads to remove'), per_layer=(False, 'the same share in each layer'),
+        sparsity=(.4, 'share of heads to remove'),
         score_tokens=(10_000, 'training tokens to read'), seed=(0, 'seed of random scores')), ()),
     sample=(_sample, 'generate text', "runs/tiny --prompt 'returns the '", dict(
         **_MODEL, prompt=('the ', 'text to continue'), n=(300, 'symbols to generate'),
@@ -216,11 +226,14 @@ def main(argv: list[str]|None = None): # None: the arguments of the process
     if argv is None: _own_process()
     args = parser().parse_args(argv)
     args.settings = {f: x for f, x in vars(args).items() if f in SETTINGS and x is not None}
-    try: return args.job(args)
+    try:
+        for name, x in vars(args).items():
+            if type(x) in (int, float): checked(name, type(x), x)
+        return args.job(args)
     except KeyboardInterrupt as e:
         hint = 'use --resume to continue' if 'resume' in args else 'run the command again'
         _fail(f"{str(e) or 'stopped'}; {hint}", 128 + getattr(e, 'signum', signal.SIGINT))
     except Exception as e:
         if args.debug: raise
-        usage = isinstance(e, (ValueError, AssertionError)) and not isinstance(e, DataError)
+        usage = isinstance(e, ValueError) and not isinstance(e, DataError)
         _fail(f'error: {str(e) or type(e).__name__}', 2 if usage else 1)

@@ -64,17 +64,22 @@ def table(rows: list[dict]) -> str: # from `measure`
     return markdown(['', 'heads', 'blocks', f'{name} of test text', 'ms'], cells)
 
 def summary(rows: list[dict]) -> str: # from `measure`
-    "Say what pruning saved, and what it cost against the control (or the baseline)."
+    "Say what pruning saved, and the loss before, after and of the control."
     by = {r['model']: r for r in rows}
     if not {'baseline', 'pruned'} <= {*by}: return ''
-    whole, pruned, against = by['baseline'], by['pruned'], 'control' if 'control' in by else 'baseline'
+    whole, pruned, control = by['baseline'], by['pruned'], by.get('control')
     n, gone = whole['heads'], whole['heads'] - pruned['heads']
     blocks, total, time = (1 - pruned[k] / whole[k] for k in ('blocks', 'params', 'ms'))
-    worse = pruned['test'] - by[against]['test']
-    cost = f'{worse:+.2f} perplexity' if whole['unit'] == 'word' else f'{worse:+.3f} bits per character'
-    return (f"Pruned {gone} of {n} heads ({gone / n:.0%}): {blocks:.0%} fewer parameters in the blocks "
-            f"({total:.0%} of all), {abs(time):.0%} {'less' if time > 0 else 'more'} time per segment, "
-            f"{cost} against the {against}.")
+    name, digits = ('Perplexity', 2) if whole['unit'] == 'word' else ('Bits per character', 3)
+    saved = (f"Pruned {gone} of {n} heads ({gone / n:.0%}): {blocks:.0%} fewer parameters in the blocks "
+             f"({total:.0%} of all), {abs(time):.0%} {'less' if time > 0 else 'more'} time per segment.")
+    if not gone: saved = (f'Pruned 0 of {n} heads: no gate closed. A larger --lam, --gate-lr or '
+                          '--gate-steps closes some, --sparsity a given share.')
+    loss = f"{name} of test text: {whole['test']:.{digits}f} before, {pruned['test']:.{digits}f} after"
+    if control: loss += (f", {control['test']:.{digits}f} for the control; "
+                         f"pruning cost {pruned['test'] - control['test']:+.{digits}f}")
+    worse = ' Warning: worse than before. Is the text too small, or unlike what the model has learned?'
+    return f"{saved} {loss}.{worse * (pruned['test'] > whole['test'])}"
 
 # %% ../../nbs/engine/07_report.ipynb #6c98eae9
 TOLD = 'seed steps prune_steps method sparsity lam repair'.split() # settings shown in the report
@@ -88,7 +93,7 @@ def write_report(
     "Write report.md, report.json and metrics.jsonl, then the manifest."
     told = {k: about['recipe'][k] for k in TOLD} | about['environment']
     title = f"# Layer-wise head pruning, corpus {about['corpus']}"
-    setup = '; '.join(f'{k} {x}' for k, x in told.items())
+    setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
     report = '\n\n'.join(filter(None, [title, summary(rows), table(rows), LEGEND, setup])) + '\n'
     facts = json.dumps(dict(rows=rows, **about), indent=1)
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))
