@@ -3,7 +3,7 @@ __version__ = "0.1.0"
 import importlib as _importlib, sys as _sys, types as _types
 
 _HOMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', remove_heads='remove',
-              get_recipe='config', train='train', evaluate='train') # loaded when asked for, as PyTorch is slow
+              get_recipe='config', train='train', evaluate='train', text_for='engine.run') # loaded when asked for, as PyTorch is slow
 _METHODS = dict(model=['engine.checkpoint', 'engine.generate']) # modules that give their classes methods
 __all__ = [*_HOMES]
 

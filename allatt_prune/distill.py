@@ -9,6 +9,7 @@ __all__ = ['Distill']
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .model import LM
+from .train import check_vocab, evaluating
 
 # %% ../nbs/beyond/03_distill.ipynb #6036b0e8
 class Distill:
@@ -23,10 +24,11 @@ class Distill:
         model: LM, x: Tensor, y: Tensor, mems, z # as for any `text_loss`; mems (2l b s c), student first
     ) -> tuple: # loss, nats; memory of both; negative log-likelihood, nats per token
         "Loss of one segment."
-        l, t = model.cfg.n_layer, self.teacher.eval()
-        assert model.cfg.mem_len == t.cfg.mem_len, 'teacher: another memory length than the student'
+        l, t = model.cfg.n_layer, self.teacher
+        if model.cfg.mem_len != t.cfg.mem_len: raise ValueError('teacher: another memory than the student')
+        if mems is None: check_vocab(t, model)
         mine, new = model(x, None, None if mems is None else mems[:l], z) # logits (b t v)
-        with torch.no_grad(): theirs, old = t(x, None, None if mems is None else mems[l:])
+        with torch.no_grad(), evaluating(t): theirs, old = t(x, None, None if mems is None else mems[l:])
         q, p = ((a / self.temperature).log_softmax(-1) for a in (mine, theirs))
         kl = self.temperature**2 * (p.exp() * (p - q)).sum(-1).mean()
         nll = F.cross_entropy(mine.flatten(0, 1), y.flatten())

@@ -11,7 +11,7 @@ import torch
 from dataclasses import replace
 from einops import repeat
 from torch import nn, Tensor
-from .model import AllAttention, LM
+from .model import AllAttention, LM, inherit
 
 # %% ../nbs/method/06_remove.ipynb #894c45a7
 def slice_heads(
@@ -73,4 +73,4 @@ def remove_heads(
             kept = slice_heads(layer.attn, keep[i], z[i].to(model.pos))
             params |= {f'layers.{i}.attn.{name}': p for name, p in kept.items()}
     small.load_state_dict(params)
-    return small.train(model.training)
+    return inherit(small, model)

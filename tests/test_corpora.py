@@ -300,7 +300,7 @@ def test_ids_outside_the_vocabulary():
         train(model, corpus, recipe)
         ids[10] = wrong
         with pytest.raises(IndexError): train(model, corpus, recipe)
-        with pytest.raises(IndexError): evaluate(model, ids)
+        with pytest.raises(ValueError, match='the ids are 0 to 2'): evaluate(model, ids)
 
 def test_ids_know_their_vocabulary(home):
     made('a.txt', TEXT), made('b.txt', TEXT.replace('knock', 'quack'))

@@ -155,7 +155,8 @@ def build(cfg: LMConfig, cls=LM) -> LM:
 
 @patch
 def save_pretrained(self: LM, path: str|Path, **others): # folder to create; more parts, as for `save`
-    "Save the configuration and weights."
+    "Save the configuration, the weights and, if known, the vocabulary."
+    if self.vocab: others = dict(vocab=self.vocab) | others
     save(path, asdict(self.cfg), model=self.state_dict(), **others)
 
 @patch(cls_method=True)
@@ -164,4 +165,5 @@ def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation 
     config, parts = load(path)
     with torch.device('meta'): model = build(LMConfig(**config), cls).eval()
     model.load_state_dict(parts.get('model', {}), assign=True)
+    model.vocab = parts.get('vocab')
     return model

@@ -117,7 +117,7 @@ SIZE = 64 # queries and keys of a tile
 def _launch(kernel, n, *args, shape, dropout): # n: queries or keys to divide among programs
     hb, t, m, d = shape
     constants = dict(D=d, DROP=int(dropout * 2**31), SCALE=1 / (1 - dropout), SIZE=SIZE)
-    assert hb < 2**16, f'batch: {hb} heads of all streams; give fewer streams'
+    if hb >= 2**16: raise ValueError(f'batch: {hb} heads of all streams; give fewer streams')
     kernel[-(-n // SIZE), hb](*args, t, m, **constants, num_warps=4) # programs: tiles × heads of all streams
 
 def context_forward(

@@ -242,7 +242,7 @@ def attend(
     *, dropout: float = 0. # as for `attention.attend`
 ) -> Tensor: # (b h t d), before W_o
     "Compute `attention.attend` faster and in less memory. Paper, equation 1."
-    assert pk.shape == pv.shape, f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}'
+    if pk.shape != pv.shape: raise ValueError(f'pv={tuple(pv.shape)}: not as pk={tuple(pk.shape)}')
     t, s, m = q.shape[2], k.shape[2], min(r.shape[1], k.shape[2])
     dropout = min(dropout, 255/256)                            # the most that eight bits can drop
     if not q.numel() or not m: return attention.attend(q, k, v, r, u, w, pk, pv, dropout=dropout)

@@ -79,7 +79,7 @@ def _restore(s, folder, about, modules): # -> log; None: this phase has no check
     found, world = checkpoint.newest(folder/'checkpoints', about['phase']), Processes()
     if not found: return None
     config, parts = found
-    same_recipe(Recipe(**config['recipe']), Recipe(**about['recipe']), folder)
+    same_recipe(*(Recipe.stored(x['recipe']) for x in (config, about)), folder)
     if any(config[k] != about[k] for k in ('text', 'start')):
         raise DataError(f'corpus: not the text, or not the start, of {folder}; give the original')
     for name, m in modules.items(): m.load_state_dict(parts.get(name, {}))

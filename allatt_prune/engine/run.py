@@ -94,14 +94,15 @@ def _stored(run_dir, name): return json.loads(checkpoint.read(run_dir, name))
 
 def stored_recipe(run_dir: str|Path) -> Recipe:
     "Read the recipe of a run. OSError if there is none."
-    return Recipe(**_stored(run_dir, 'recipe.json'))
+    return Recipe.stored(_stored(run_dir, 'recipe.json'))
 
 def text_for(
-    model: str|Path, # folder or name of a model saved with its vocabulary
+    model: LM|str|Path, # a model that knows its vocabulary, or its folder or name
     corpus: str|Path, cache: str|Path|None = None # as for `load_corpus`
 ) -> Corpus:
     "Load a corpus with a model's unit and vocabulary."
-    saved = json.loads(checkpoint.read(model, 'vocab.json'))
+    saved = model.vocab if isinstance(model, LM) else json.loads(checkpoint.read(model, 'vocab.json'))
+    if not saved: raise ValueError('model: knows no vocabulary; train it on a corpus, or set model.vocab')
     return load_corpus(corpus, cache, saved['unit'], vocab=saved['symbols'])
 
 def _finished(run_dir, models): # rows of a complete run; else None
