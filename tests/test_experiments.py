@@ -26,7 +26,7 @@ def test_every_printed_table_follows_from_the_results(path):
     found = [FOLDER.parent/'results'/name for name in files]
     assert all(f.is_file() or any(f.glob('*.json')) for f in found) # or the experiment would run here
     assert files
-    shell, compared = CaptureShell(), 0
+    shell, compared = CaptureShell(path), 0
     shell.run_cell('%matplotlib inline')
     with contextlib.chdir(path.parent):
         for cell in cells[:1 + max(i for i, c in enumerate(cells) if printed(c))]: # the rest prints nothing

@@ -14,7 +14,6 @@ from allatt_prune.model import LM
 from allatt_prune.engine.resume import Stopped, read_log, train, write_metrics
 from allatt_prune.engine.report import table
 from allatt_prune.engine.run import MODELS, run
-from allatt_prune.experiment import outcome
 from allatt_prune.config import get_recipe
 from allatt_prune.ways import Way, way
 
@@ -147,7 +146,7 @@ def test_no_bit_of_a_record_of_a_finished_run_can_change(world):
     data = file.read_bytes()
     for i in range(20):
         file.write_bytes(flipped(data, rng) if i % 2 else data[:rng.randrange(len(data))])
-        with pytest.raises(OSError, match='bits.*is damaged'): outcome('bits')
+        with pytest.raises(OSError, match='bits.*is damaged'): checkpoint.verify('bits')
         write_metrics('bits', read_log('bits')['records'])
         assert file.read_bytes() == data
 
@@ -160,7 +159,7 @@ def test_no_bit_of_a_report_can_change(world, file):
     assert table(rows) in (world/name/'report.md').read_text() and json.loads((world/name/'report.json').read_text())['rows'] == rows
     (world/name/file).write_bytes(b'')
     if file == 'report.json':
-        with pytest.raises(OSError, match='report.json is damaged'): outcome(name)
+        with pytest.raises(OSError, match='report.json is damaged'): checkpoint.verify(name)
 
 def test_planted_links_are_not_followed(world):
     (world/'outside').mkdir()

@@ -1,6 +1,6 @@
 """One real training step at the paper's full width, layers and segments, with one and two streams: peak memory, loss, seconds.
 
-  PYTHONPATH=REPO OMP_NUM_THREADS=2 python paper_size.py    (a minute)
+  PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=2 python paper_size.py    (a minute)
 
 Writes paper_size.json beside this file if there is none. 07_cost reads it. The text is random, so that all clusters of words occur."""
 import time
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from allatt_prune.config import get_recipe
 from allatt_prune.engine.checkpoint import build
-from allatt_prune.experiment import peak_memory, recorded
 from allatt_prune.timing import train_job
 from allatt_prune.train import make_optimizers
+from experiment import peak_memory, recorded # of nbs/experiments
 
 VOCABULARY, BATCHES = dict(text8=27, wt103=267_735), (1, 2)
 

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 import numpy as np, torch, transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from allatt_prune import hf
-from allatt_prune.experiment import recorded
+from experiment import recorded # of nbs/experiments, which PYTHONPATH names
 from allatt_prune.hf_heads import masked, remove_heads, shape
 from allatt_prune.importance import METHODS, keep_mask, score
 from allatt_prune.repair import least_squares
