@@ -11,6 +11,7 @@ import hashlib, math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 import numpy as np, torch, torch.nn.functional as F
 from einops import rearrange
 from torch import nn, Tensor
@@ -38,7 +39,7 @@ def train_steps(
     corpus: Corpus, # text; the training split is read
     recipe: Recipe, # schedule; its model sizes are ignored; with gates, recipe.pruning() is used
     gates: nn.Module|None = None, # frozen after recipe.gate_steps; None: baseline or control
-    *, lr: Callable|None = None, # step (from 0) -> learning rate; None: `lr_at`
+    *, lr: Callable|float|None = None, # step (from 0) -> learning rate; or constant; None: `lr_at`
     penalty: Callable|None = None, # gates, step -> () nats; None: lambda times the L0 loss
     text_loss: Callable = LM.__call__, # model, x, y (b t), mems, z -> nats, mems (+ a loss to record)
     start: int = 0, # index of the first segment
@@ -50,7 +51,8 @@ def train_steps(
     r = recipe if gates is None else recipe.pruning()
     s = state or TrainState(model, gates, make_optimizers(model, gates, r))
     batches = batches or Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name)
-    lr, penalty, device = lr or (lambda step: lr_at(step, r)), penalty or l0_penalty(r), model.pos.device
+    rate = partial(lr_at, r=r) if lr is None else lr if callable(lr) else lambda step: lr
+    penalty, device = penalty or l0_penalty(r), model.pos.device
     check_vocab(model, corpus)
     with same_modes(model):
         for step in range(s.step, r.steps):
@@ -71,7 +73,7 @@ def train_steps(
             norms = [nn.utils.clip_grad_norm_(model.parameters(), r.clip)]
             # the gates' gradients are only checked to be finite
             if gating: norms += [p.grad.norm() for p in gates.parameters() if p.grad is not None]
-            s.loss, s.grad_norm, s.lr = (nll[0] if nll else loss).item(), norms[0].item(), lr(step)
+            s.loss, s.grad_norm, s.lr = (nll[0] if nll else loss).item(), norms[0].item(), rate(step)
             if not math.isfinite(s.loss + sum(norms)):
                 raise FloatingPointError(f'loss={s.loss}: diverged at step {step}, gradient norm '
                                          f'{s.grad_norm}; give a smaller learning rate or lam')

@@ -79,7 +79,7 @@ REFUSED = [ # arguments, exit status, what the line must name
     ([*PRUNE, '--method', 'glue'], 2, 'method=glue'),
     *(([job, 'good', '--corpus', 'own.txt', '--heads', n], 2, f'heads={n}: give 1 to 7') for job in ('prune', 'score') for n in '089'),
     (['score', 'good', '--corpus', 'own.txt', '--method', 'entrpy'], 2, 'entrpy'),
-    (['sample', 'good', '--prompt', 'Ones'], 1, "the model does not know 'O'"),
+    (['sample', 'good', '--prompt', 'Zip'], 1, "the model does not know 'z'"),
     ([*RUN, '--corpus', '\x1b[31mred.txt'], 1, 'corpus=\\x1b[31mred.txt: no such file'), # files
     ([*RUN, '--corpus', 'short.txt'], 1, 'corpus=short.txt'),
     *(([*OWN, '--run-dir', d], 1, said) for d, said in {'taken': 'taken: exists', 'own.txt/below': 'own.txt', '/proc/here': '/proc/.here'}.items()),
@@ -147,6 +147,8 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     for name in ('a', 'b'):
         said = done(folder, *OWN, '--run-dir', name).stdout
         assert said.startswith('Pruned ') and said.endswith(f'report: {name}/report.md\n')
+    heads, told = [sum(layer) for layer in report(folder, 'a')['keep']], (folder/'a'/'report.md').read_text()
+    assert f'heads of each layer {heads}; tokens scored 155 of validation and 155 of test text' in told # of 156 each
     for f in [*(f'{m}/model.safetensors' for m in ('baseline', 'control', 'gated', 'pruned')), 'metrics.jsonl']:
         assert (folder/'a'/f).read_bytes() == (folder/'b'/f).read_bytes()
     before = state(folder)
@@ -227,7 +229,21 @@ def test_sample(folder):
     first = said('--prompt', 'the sea ')
     assert len(first) == 8 + 40 + 1 and first.startswith('the sea ') and set(first) <= set(' abcdefghijklmnopqrstuvwxyz\n')
     assert said('--prompt', 'the sea ') == first != said('--prompt', 'the sea ', '--seed', '1')
+    assert said('--prompt', 'The Sea. ') == first and said('--prompt', '7 seas').startswith(' seven seas') # read like a text
     assert said('--temperature', '0') == said('--temperature', '0', '--seed', '3') == said('--top-k', '1')
+
+def test_a_model_saved_in_python(folder):
+    LM.from_pretrained('tiny-books-pruned').save_pretrained(folder/'mine') # with its vocabulary
+    assert done(folder, 'sample', 'mine', '--n', '9').stdout == done(folder, 'sample', 'tiny-books-pruned', '--n', '9').stdout
+
+def test_numbers_are_checked_before_anything_is_loaded(folder):
+    for job, words in dict(evaluate=['tokens=-9', 'batch=0', 'batch=-2'], score=['score-tokens=-9', 'score-tokens=0', 'sparsity=1.5', 'heads=-1'],
+                           sample=['n=-5', 'top-k=-3', 'temperature=nan', 'temperature=-1', 'seed=-1']).items():
+        for word in words:
+            end = command(job, 'good', f'--{word}', cwd=folder)
+            name, _, x = word.partition('=')
+            assert end.returncode == 2 and end.stderr.startswith(f"allatt-prune: error: {name.replace('-', '_')}={x}") and end.stderr.count('\n') == 1
+    for split in ('tset', 'vocab'): assert "invalid choice: '" in command('evaluate', 'good', '--split', split, cwd=folder).stderr
 
 def test_time(folder):
     small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --batch 4 --corpus own.txt'.split()

@@ -48,6 +48,10 @@ def test_recipes_of_older_folders():
     assert Recipe.stored({k: x for k, x in old.items() if k in (*names, 'per_layer')}) == TOY
     with pytest.raises(TypeError, match='per_layer'): Recipe.stored(dict(per_layer=True))
 
+def test_a_number_is_a_constant_learning_rate():
+    assert [s.lr for s in train_steps(make(), CORPUS, TOY, lr=1e-4)] == [1e-4] * 4
+    assert [s.lr for s in train_steps(make(), CORPUS, TOY, lr=0)] == [0] * 4     # not 'not given'
+
 # ids and vocabularies
 
 @pytest.mark.parametrize('wrong', [-100, -1, 10, 2**40])

@@ -14,7 +14,7 @@ from pathlib import Path
 from fastcore.docments import docments
 from .. import __version__, engine
 from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get_recipe
-from ..data import DataError, Streams, symbol_ids
+from ..data import DataError, Streams, normalize, symbol_ids
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e1
 def _find(args, *names): # model folder; in a run, the first of these models that exists
@@ -100,7 +100,8 @@ def _sample(args):
     model, z, path = _open(args, 'pruned', 'baseline')
     if not model.vocab: raise DataError(f'model={path}: saved without vocab, its vocabulary')
     unit, symbols = model.vocab['unit'], model.vocab['symbols']
-    pieces = args.prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(args.prompt)
+    prompt = normalize(args.prompt) if unit == 'char' else args.prompt
+    pieces = prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt)
     ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=model.pos.device)
     torch.manual_seed(args.seed)
     written = model.generate(ids, args.n, args.temperature, z, args.top_k)[0]
@@ -148,7 +149,8 @@ def _settings(groups, names): # an option per recipe field, explained if it is i
     docs = docments(Recipe) | docments(LMConfig)
     kinds = {bool: boolean, list: integers, float|None: float}
     for f in (f for f in fields(Recipe) if f.name in names):
-        help = f"{docs[f.name].partition(';')[0]} (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
+        help = docs[f.name].partition(';')[0] # a model to prune has values of its own
+        if 'n_layer' in names: help += f" (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
         if f.name not in SHOWN: help = argparse.SUPPRESS
         _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help)
 

@@ -91,7 +91,9 @@ def write_report(
     records: list[dict] # of all phases, from `read_log`
 ):
     "Write report.md, report.json and metrics.jsonl, then the manifest."
-    told = {k: about['recipe'][k] for k in TOLD} | about['environment']
+    kept, scored = about['keep'] and [*map(sum, about['keep'])], '{:,} of validation and {:,} of test text'
+    told = {'heads of each layer': kept, 'tokens scored': scored.format(*rows[0]['tokens'])}
+    told |= {k: about['recipe'][k] for k in TOLD} | about['environment']
     title = f"# Layer-wise head pruning, corpus {about['corpus']}"
     setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
     report = '\n\n'.join(filter(None, [title, summary(rows), table(rows), LEGEND, setup])) + '\n'
