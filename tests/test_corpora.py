@@ -331,7 +331,7 @@ def test_files_left_out_are_told(home):
     os.mkfifo('d/pipe.txt'), Path('d/link').symlink_to(home/'else'), Path('d/up').symlink_to('.')
     for _ in range(2):
         (message,) = told('d')[1]
-        assert message.startswith('corpus=d: 3 files read, 6 left out (.png .rst .txt LICENSE link up); give .txt')
+        assert message.startswith('corpus=d: 3 files read, 6 left out (.png .rst .txt LICENSE link up); give UTF-8 .txt or .md')
     raw, warned, _ = told('d', unit='raw')
     assert len(whole(raw)) == 4*len(TEXT) and warned[0].startswith('corpus=d: 5 files read, 4 left out (.png .txt link up)')
     Path('d/linked.txt').symlink_to(home/'else'/'x.txt')                                      # a linked file is read

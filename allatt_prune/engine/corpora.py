@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
 from .checkpoint import new_folder, read, sweep, write_file
-from .processes import LOG
-from ..data import SPLITS, UNKNOWN, Corpus, DataError, files_in, library, pydocs, shuffled
+from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, library, pydocs, shuffled
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
 def blocks(path: Path, size: int|None = 2**22): # plain, .xz or `zipfile.Path`; characters (None: lines)
@@ -65,8 +64,7 @@ def _texts(folder, raw): # all texts, in the same order on every machine
     left = {p.suffix or p.name for p in {*found.values()}.difference(texts)}
     said = f'corpus={folder}: {len(texts)} files read, {len(found) - len(texts)} left out'
     if not left or not texts: LOG.info(said)
-    else: warnings.warn(f"{said} ({' '.join(sorted(left)[:9])}); give .txt, .md or (unit=raw) UTF-8",
-                        stacklevel=4)
+    else: warnings.warn(f"{said} ({' '.join(sorted(left)[:9])}); give UTF-8 .txt or .md", stacklevel=4)
     return texts
 
 def _find(name, unit): # one or three lists of files, default unit
