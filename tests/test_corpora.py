@@ -1,5 +1,5 @@
 "Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
-import hashlib, io, lzma, os, pickle, random, shutil, signal, subprocess, sys, threading, time, warnings, zipfile
+import gzip, hashlib, io, logging, lzma, os, pickle, random, shutil, signal, subprocess, sys, tempfile, threading, time, warnings, zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -181,7 +181,13 @@ def test_a_damaged_cache_is_made_again(home, file):
     path, rng = stored(home)/file, random.Random(0)
     good = path.read_bytes()
     damaged = [None, b'', good[:len(good)//4*2]]
-    for at in rng.sample(range(len(good)), 4) if file == 'corpus.json' else []:
+    if file == 'train.npy':
+        damaged += [good[:-150] + bytes(100) + good[-50:], (path.parent/'valid.npy').read_bytes()]
+        damaged += [good.replace(*swap) for swap in ((b'<u2', b'<i2'), (b'<u2', b'>u2'), (b'<u2', b'|O8'), (b'False', b'True '))]
+        damaged += [good.replace(b'(%d,)' % n, b'(%d,)' % m) for n in (len(np.load(path)),) for m in (n - 1, n + 1)]
+        assert len({*damaged}) == len(damaged) and good not in damaged
+        path.unlink(), os.mkfifo(path), rebuilt(home)                                          # does not hang
+    for at in [8, 20, *rng.sample(range(len(good)), 4)] if file != 'manifest.json' else []:    # 8: length of the header
         damaged.append(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at+1:])   # one bit
     for bad in damaged:
         path.unlink() if bad is None else path.write_bytes(bad)
@@ -198,6 +204,44 @@ def test_what_others_put_there_is_kept(home):
     shutil.rmtree(folder), made(folder, 'precious')
     assert rebuilt(home).read_text() == 'precious'
 
+class Nobody:
+    "A user who owns nothing here."
+    def __enter__(self):
+        if os.getuid() == 0: os.setegid(65534), os.seteuid(65534)
+    def __exit__(self, *_):
+        if os.getuid() == 0: os.seteuid(0), os.setegid(0)
+
+def test_a_cache_that_cannot_be_written():
+    home = Path(tempfile.mkdtemp())
+    made(home/'a.txt', TEXT), made(home/'b.txt', TEXT[::-1])
+    first = load_corpus(home/'a.txt', home/'cache')
+    for p in (home, home/'cache', home/'cache'/'prepared'): p.chmod(0o555)
+    with Nobody():
+        same(load_corpus(home/'a.txt', home/'cache'), first)
+        with pytest.raises(DataError, match='b.txt: .*Permission denied.*cache.*give another text or cache'): load_corpus(home/'b.txt', home/'cache')
+    for p in (home, home/'cache', home/'cache'/'prepared'): p.chmod(0o755)
+    shutil.rmtree(home)
+
+def test_a_text_that_changes_while_it_is_read(home, monkeypatch):
+    made('a.txt', TEXT)
+    def changing(path, size):
+        yield TEXT
+        made('a.txt', TEXT.upper())
+    with monkeypatch.context() as m:
+        m.setattr(corpora, 'blocks', changing)
+        with pytest.raises(DataError, match='corpus=a.txt: changed'): load_corpus('a.txt', unit='raw')
+        m.setattr(corpora, 'blocks', lambda path, size: path.unlink() or blocks(path, size))
+        with pytest.raises(DataError, match="corpus=a.txt: .*No such file.*a.txt"): load_corpus('a.txt', unit='raw')
+    assert not [*(home/'cache').glob('prepared/*')]
+
+def test_another_library_of_the_same_python(home, monkeypatch):
+    monkeypatch.setattr('sysconfig.get_path', lambda name: str(home/'lib'))
+    made('lib/a.py', '"One sentence of the library."'), made('lib/tests/t.py', '"no text"'), made('lib/site-packages/p.py', '"no text"')
+    one = whole(load_corpus('pydocs'))
+    made('lib/a.py', '"Two sentence of the library."')
+    two = whole(load_corpus('pydocs'))
+    assert 'one sentence of the library' in one and 'two sentence of the library' in two and 'no text' not in one + two
+
 # ---- files and folders of one's own
 
 BAD = [ # what is there, the corpus that is asked for, what the message must say
@@ -207,6 +251,16 @@ BAD = [ # what is there, the corpus that is asked for, what the message must say
     ({'d/e': TEXT}, 'd', 'corpus=d: no such file or folder of .txt'),
     ({'d/train.txt': TEXT, 'd/test.txt': TEXT}, 'd', 'no valid.txt'),
     ({'a.txt.xz': lzma.compress(TEXT.encode())[:-9]}, 'a.txt.xz', 'cannot be read'),
+    ({'a.txt': TEXT.encode('utf-16')}, 'a.txt', 'give UTF-8'),
+    ({'a.txt': TEXT.encode('utf-16-le')}, 'a.txt', 'NUL'),                                     # no byte order mark: valid UTF-8
+    ({'a.txt.gz': gzip.compress(TEXT.encode())}, 'a.txt.gz', 'a.txt.gz: cannot be read as UTF-8'),
+    ({'d/a.txt': TEXT, 'd/b.txt': b'a\0b'}, 'd', 'b.txt: cannot be read'),
+    ({'a.txt': ''}, 'a.txt', "'train': 0, 'valid': 0, 'test': 0"),
+    ({'a.txt': 'abcdefghij' * 2}, 'a.txt', "'train': 18, 'valid': 1, 'test': 1"),
+    ({'d/train.txt': TEXT, 'd/valid.txt': 'x', 'd/test.txt': TEXT}, 'd', "'valid': 1"),
+    ({'d/train.txt': '', 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', "'train': 0"),
+    ({'a.txt': '漢字' * 99}, 'a.txt', 'symbols of unit=char; give more text'),
+    ({'d/train.txt': TEXT, 'd/a.txt': TEXT}, 'd', 'no valid.txt there'),
 ]
 @pytest.mark.parametrize('files,name,said', BAD, ids=range(len(BAD)))
 def test_a_text_that_cannot_be_used(home, files, name, said):
@@ -226,17 +280,19 @@ def test_packed_or_not_in_a_folder_or_alone(home, end):
     assert chars.decode(chars.valid) == normalize(TEXTS['valid']) and raw.decode(raw.valid) == TEXTS['valid']
     same(load_corpus(f'alone{end}', unit='raw'), Corpus.from_text(TEXT, 'raw'))
 
+@pytest.mark.filterwarnings('ignore:.*left out')
 def test_books(home):
-    made('books/Persuasion.md', '# Persuasion\n\nVanity: Sir *Walter* Elliot, of Kellynch Hall, in 1818.')
-    made('books/deep/Emma.txt', 'Emma — handsome,\nclever, and rich; three volumes.')
+    made('books/Persuasion.md', '# Persuasion\n\nVanity: Sir *Walter* Elliot, of Kellynch Hall, in 1818.' * 3)
+    made('books/deep/Emma.txt', 'Emma — handsome,\nclever, and rich; three volumes.\n' * 3)
     made('books/cover.png', b'\x89PNG\xff')
     chars, words = load_corpus('books'), load_corpus('books', unit='word')
-    texts = 'persuasion vanity sir walter elliot of kellynch hall in one eight one eight', 'emma handsome clever and rich three volumes'
-    assert whole(chars).strip() in (f'{a} {b}' for a, b in (texts, texts[::-1])) and '  ' not in whole(chars)
-    lines = [obvious(p.read_text() + '\n') for p in (Path('books/Persuasion.md'), Path('books/deep/Emma.txt'))]
-    assert whole(words).split()[:-2] in [(a + b)[:-2] for a, b in (lines, lines[::-1])] # the very last word is unknown
+    texts = ['persuasion vanity sir walter elliot of kellynch hall in one eight one eight ' * 3, 'emma handsome clever and rich three volumes ' * 3]
+    assert whole(chars).strip() in [(a + b).strip() for a, b in (texts, texts[::-1])] and '  ' not in whole(chars)
+    lines = [obvious(p.read_text().removesuffix('\n') + '\n') for p in (Path('books/Persuasion.md'), Path('books/deep/Emma.txt'))]
+    assert whole(words).split() in [a + b for a, b in (lines, lines[::-1])]
     made('books/empty.md', '--- 漢字 ---'), made('books/._Emma.txt', b'\xff')
-    assert whole(load_corpus('books')).split() == whole(chars).split() and '  ' not in whole(load_corpus('books'))
+    with pytest.warns(UserWarning, match='letters are outside a-z'):
+        assert whole(load_corpus('books')).split() == whole(chars).split() and '  ' not in whole(load_corpus('books'))
     made('books/bad.txt', b'\xff')
     refused('books', 'books/bad.txt: cannot be read')
 
@@ -246,11 +302,77 @@ def test_a_changed_file_is_prepared_again_and_no_other(home, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(corpora, 'blocks', pytest.fail)
         same(load_corpus('a.txt'), first)
-    time.sleep(.05)                                                                  # times on a disk are milliseconds apart
+        os.rename('a.txt', 'b.txt')                                                  # moved, and touched
+        os.utime('b.txt', (0, 0))
+        same(load_corpus('b.txt'), first)
     made('a.txt', TEXT.replace('door', 'gate'))                                      # of the same length
+    os.utime('a.txt', (0, 0))                                                        # and time
     same(load_corpus('a.txt'), Corpus.from_text(TEXT.replace('door', 'gate')))
+    made('d/train.txt', TEXT), made('d/valid.txt', TEXT.upper()), made('d/test.txt', 'one two ' * 9)
+    three = load_corpus('d', unit='raw')
+    os.rename('d/valid.txt', 'x'), os.rename('d/train.txt', 'd/valid.txt'), os.rename('x', 'd/train.txt')
+    assert load_corpus('d', unit='raw').decode(range(3)) != three.decode(range(3))   # the parts changed places
+
+def told(name, **how): # corpus, warnings and log lines
+    with warnings.catch_warnings(record=True) as said, pytest.MonkeyPatch.context() as m:
+        warnings.simplefilter('always')
+        m.setattr(logging.getLogger('allatt_prune'), 'info', lambda line: said.append(line))
+        corpus = load_corpus(name, **how)
+    return corpus, [str(w.message) for w in said if not isinstance(w, str)], [w for w in said if isinstance(w, str)]
+
+@pytest.mark.filterwarnings('ignore:.*left out')
+def test_files_left_out_are_told(home):
+    made('d/a.txt', TEXT), made('d/sub/b.MD', TEXT), made('d/empty.txt', '')
+    for junk in ('.hidden.rst', '._a.txt', '.git/config.txt', '__pycache__/a.pyc', 'sub/Thumbs.db'): made(f'd/{junk}', b'\xff')
+    for _ in range(2): # prepared, and opened
+        corpus, warned, logged = told('d')
+        assert len(whole(corpus)) == 2*len(normalize(TEXT)) and not warned and logged == ['corpus=d: 3 files read, 0 left out']
+    made('d/sub/c.rst', TEXT), made('d/LICENSE', TEXT), made('d/logo.png', b'\x89PNG\r\n\x1a\n\0'), made('else/x.txt', TEXT)
+    os.mkfifo('d/pipe.txt'), Path('d/link').symlink_to(home/'else'), Path('d/up').symlink_to('.')
+    for _ in range(2):
+        (message,) = told('d')[1]
+        assert message.startswith('corpus=d: 3 files read, 6 left out (.png .rst .txt LICENSE link up); give UTF-8 .txt or .md')
+    raw, warned, _ = told('d', unit='raw')
+    assert len(whole(raw)) == 4*len(TEXT) and warned[0].startswith('corpus=d: 5 files read, 4 left out (.png .txt link up)')
+    Path('d/linked.txt').symlink_to(home/'else'/'x.txt')                                      # a linked file is read
+    assert len(whole(load_corpus('d'))) == 3*len(normalize(TEXT))
+    made(Path(os.fsdecode(b'd/caf\xe9.txt')), TEXT)                                           # its name is not UTF-8
+    assert len(whole(load_corpus('d'))) == 4*len(normalize(TEXT))
+    made(Path(os.fsdecode(b'd/caf\xe9.b\xe9')), TEXT)
+    assert '.b\udce9' in told('d')[1][0]
+
+@pytest.mark.parametrize('unit', ('char', 'raw'))
+@pytest.mark.parametrize('target', ('gone', 'loop.txt'))
+def test_a_link_that_leads_nowhere(home, unit, target):
+    made('d/a.txt', TEXT), Path('d/loop.txt').symlink_to(target)
+    with pytest.raises(DataError, match='corpus=d: .*loop.txt'): load_corpus('d', unit=unit)
+
+@pytest.mark.parametrize('unit', ('char', 'raw'))
+@pytest.mark.parametrize('shut', ('t', 't/sub', 't/sub/deep', 't/sub/b.txt'))
+def test_what_cannot_be_read_is_named(shut, unit):
+    home = Path(tempfile.mkdtemp())
+    home.chmod(0o755), made(home/'t'/'a.txt', TEXT), made(home/'t'/'sub'/'b.txt', TEXT), made(home/'t'/'sub'/'deep'/'c.txt', TEXT)
+    (home/shut).chmod(0)
+    with Nobody(), pytest.raises(DataError, match=f'Permission denied.*{shut}'): load_corpus(home/'t', home/'cache', unit)
+    (home/shut).chmod(0o755)
+    shutil.rmtree(home)
 
 # ---- what becomes of a text that is not plain a-z
+
+@pytest.mark.parametrize('text,lost', [
+    ('Größe über alles. ' * 99, 3 / 14), ('Gro\u0308ße, 99 Ä! ' * 99, 3 / 7), ('naïve 123 ²³ – “…” \u2764\ufe0f ' * 99, 1 / 5),
+    (TEXT + 'ä', 1 / (1 + sum(map(str.isalpha, TEXT)))), (TEXT * 2 + 'ab12 -!', 0)], ids=range(5))
+def test_lost_letters_are_told_at_every_load(home, text, lost):
+    made('a.txt', text)
+    for _ in range(2): # prepared, and opened
+        corpus, warned, logged = told('a.txt')
+        assert corpus.lost == pytest.approx(lost)
+        messages = [m for m in (warned if lost >= .001 else logged) if f'{100*lost:.3g} % of the letters are outside a-z' in m]
+        assert len(messages) == len(warned + logged) == (lost > 0)
+    if lost > .001:
+        with pytest.warns(UserWarning, match='a.txt: .*outside a-z.*unit=raw'): text_for('tiny-books', 'a.txt')
+        with pytest.warns(UserWarning, match='outside a-z'): Corpus.from_text(text)
+    for unit in ('raw', 'word'): assert not told('a.txt', unit=unit)[1] and load_corpus('a.txt', unit=unit).lost == 0
 
 PROSE = 'It was "Emma" who said:\nI have 2 cats, and a dog.\n\n' * 30
 
@@ -306,7 +428,7 @@ def test_ids_know_their_vocabulary(home):
     made('a.txt', TEXT), made('b.txt', TEXT.replace('knock', 'quack'))
     a, b = load_corpus('a.txt'), load_corpus('b.txt')
     assert a.hash != b.hash and load_corpus('a.txt', unit='raw').hash != a.hash
-    text, symbols = Corpus.from_text(TEXT), Corpus.from_symbols([[['one', 'two'] * 50]], 'word')
+    text, symbols = Corpus.from_text(TEXT), Corpus.from_texts([[['one two\n'] * 50]], 'word')
     for c in (a, b, load_corpus('b.txt', vocab=[*' abcdefghijklmnopqrstuvwxyz']), text, symbols):
         assert c.hash == vocab_hash(c.unit, c.vocab)
         for ids in (c.train, c.valid, c.test, c.train[3:-1], c.train[:9][::2], c.train[:9].copy(), c.train.astype(np.int64)):
@@ -322,11 +444,12 @@ def test_ids_know_their_vocabulary(home):
 
 alphabet = st.text(st.sampled_from('ab Aé7\n漢\U0001f600.\u3000\t'), min_size=1, max_size=80)
 
+@pytest.mark.filterwarnings('ignore:.*outside a-z')
 @settings(max_examples=40, deadline=None)
-@given(text=alphabet, unit=st.sampled_from(('char', 'word', 'raw')), size=st.integers(1, 9))
-def test_any_text_cut_anywhere(tmp_path_factory, text, unit, size):
+@given(text=alphabet, before=st.integers(1, 60), unit=st.sampled_from(('char', 'word', 'raw')), size=st.integers(1, 9))
+def test_any_text_cut_anywhere(tmp_path_factory, text, before, unit, size):
     folder = tmp_path_factory.mktemp('any')
-    (folder/'a.txt').write_text(text := 'x\n' + text, encoding='utf-8')
+    (folder/'a.txt').write_text(text := 'x\n' * before + text + 'x\n' * (61 - before), encoding='utf-8')
     with pytest.MonkeyPatch.context() as m:
         m.setattr(corpora, 'blocks', lambda path, block=size: blocks(path, block and size))
         corpus = load_corpus(folder/'a.txt', folder/'cache', unit)
@@ -339,11 +462,12 @@ def test_any_text_cut_anywhere(tmp_path_factory, text, unit, size):
     assert [corpus.vocab[i] for i in found] == [x if x in counts else odd for x in symbols]
     assert [len(corpus.train), len(corpus.valid)] == [(i := round(.9 * len(symbols))), round(.95 * len(symbols)) - i]
 
+@pytest.mark.filterwarnings('ignore:.*outside a-z')
 @settings(max_examples=20, deadline=None)
 @given(train=alphabet, valid=alphabet, test=alphabet)
 def test_any_text_in_three_parts(tmp_path_factory, train, valid, test):
     folder = tmp_path_factory.mktemp('any')
-    texts = dict(train='x\n' + train, valid=valid, test=test)
+    texts = dict(train='x\nx\n' + train, valid=valid + 'x\ny\n', test='y\ny\n' + test)
     for s, t in texts.items(): (folder/f'{s}.txt').write_text(t, encoding='utf-8')
     raw, chars, words = (load_corpus(folder, folder/'cache', u) for u in ('raw', 'char', 'word'))
     assert raw.vocab[:len(set(texts['train']))] == sorted(set(texts['train']))
