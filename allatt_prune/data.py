@@ -42,8 +42,9 @@ def library() -> dict[str, Path]: # paths by name
     return {p.relative_to(root).as_posix(): p for p in found if p.suffix == '.py'}
 
 def _docstrings(path): # of a Python source file; outer ones first
-    try: nodes = ast.walk(ast.parse(path.read_bytes()))
+    try: nodes = [ast.parse(path.read_bytes())]
     except (SyntaxError, ValueError): return [] # some files of the library are broken on purpose
+    for x in nodes: nodes += (y for y in ast.iter_child_nodes(x) if not isinstance(y, ast.expr)) # expressions hold none
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     return [d for x in nodes if isinstance(x, kinds) and (d := ast.get_docstring(x))]
 
@@ -61,7 +62,12 @@ UNKNOWN = dict(char='\ufffd', raw='\ufffd', word='<unk>') # for symbols outside 
 class DataError(ValueError):
     "Text that cannot be used."
 
-def symbol_ids(symbols: list[str], vocab: list[str], unit: str, name: str) -> list[int]: # name of text
+def symbol_ids(
+    symbols: list[str], # symbols of a text
+    vocab: list[str], # symbols in the order of their ids
+    unit: str, # char, word or raw
+    name: str # name of the text in the error message
+) -> list[int]:
     "Look up ids of symbols; unknown ones get the unknown id. DataError if there is none."
     number = {s: i for i, s in enumerate(vocab)}
     ids = [number.get(s, number.get(UNKNOWN[unit])) for s in symbols]
@@ -153,7 +159,12 @@ class Corpus:
 # %% ../nbs/method/00_data.ipynb #cb470028
 class Streams:
     "Segments of `b` parallel streams of a text, with targets. Each continues the one before."
-    def __init__(self, ids, batch: int, seg_len: int, name: str = 'text'): # 1-D; b; t; in messages
+    def __init__(self,
+        ids, # token ids, 1-D integers
+        batch: int, # number of streams b
+        seg_len: int, # segment length t
+        name: str = 'text' # name of the text in the error message
+    ):
         # length of a stream, whole segments only
         n = (len(ids) - 1) // batch // seg_len * seg_len
         if n <= 0:

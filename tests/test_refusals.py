@@ -105,7 +105,7 @@ def test_every_module_keeps_its_mode(job):
         job(m)
         assert modes(m) == before
 
-CORPUS = Corpus.from_symbols([[list('abcdefghij' * 40)]], 'raw')
+CORPUS = Corpus.from_text('abcdefghij' * 40, 'raw')
 
 def test_a_frozen_layer_has_no_dropout_while_others_train():
     m, seen = make(dropout=.5, attn_dropout=.5), []

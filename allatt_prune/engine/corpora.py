@@ -16,8 +16,11 @@ from .checkpoint import new_folder, read, sweep, write_file
 from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, library, pydocs, shuffled
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
-def blocks(path: Path, size: int|None = 2**22): # plain, .xz or `zipfile.Path`; characters (None: lines)
-    "Read a UTF-8 text in pieces."
+def blocks(
+    path: Path, # UTF-8 text: plain, .xz or a `zipfile.Path`
+    size: int|None = 2**22 # characters per block; None: one line per block
+): # iterator of strings
+    "Read a text file in pieces."
     unpack = partial(lzma.open, path) if path.suffix == '.xz' else path.open
     try:
         with unpack('rt', encoding='utf-8-sig') as f:
