@@ -1,5 +1,5 @@
 "The notebooks as documents: what a reader must not find in them."
-import ast, json, re
+import ast, builtins, json, re
 from importlib.util import resolve_name
 from pathlib import Path
 import pytest
@@ -53,3 +53,13 @@ def test_the_first_page_shows_the_recorded_run():
     assert summary(recorded['rows']) in readme
     kept = sum(map(sum, recorded['keep']))
     assert [r['heads'] for r in recorded['rows'] if r['model'] == 'pruned'] == [kept]
+
+def test_each_block_of_the_readme_needs_no_other():
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S)
+    for block in blocks:
+        nodes = [*ast.walk(ast.parse(block))]
+        made = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        made |= {(a.asname or a.name).split('.')[0] for n in nodes if isinstance(n, ast.Import|ast.ImportFrom) for a in n.names}
+        used = {n.id for n in nodes if isinstance(n, ast.Name)}
+        assert not used - made - {*dir(builtins)}, block
+    assert len(blocks) >= 2
