@@ -116,7 +116,7 @@ def _manifest(path): # folder or shipped model -> its folder, SHA-256 of each fi
 def reading(what: str): # that anybody may have written
     "Say in one line what is damaged. OSErrors and ValueErrors say it already, if not from JSON."
     try: yield
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, RuntimeError,
+    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError,
             safetensors.SafetensorError) as e:
         raise OSError(f'{what} is damaged ({" ".join(str(e).split())[:300]})') from e
 
@@ -146,7 +146,7 @@ def load(path: str|Path) -> tuple[dict, dict]: # config, and the other parts by 
     "Read a folder written by `save`. OSError if it is missing or damaged."
     files, parts = {'config.json', *_manifest(path)[1]}, {}
     for name, file in sorted((file.split('.')[0], file) for file in files):
-        if name in parts: raise OSError(f'{path}: two files are called {name}')
+        if name.lower() in map(str.lower, parts): raise OSError(f'{path}: two files are called {name}')
         parts[name] = read_part(path, file)
     return parts.pop('config'), parts
 
