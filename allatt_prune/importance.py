@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['STATISTICS', 'METHODS', 'tokens_needed', 'LMHeads', 'heads_of', 'entropy', 'gini', 'distance', 'concentration',
            'on_persistent', 'attention_statistics', 'output_difference', 'gradients', 'leave_one_out', 'magnitude',
-           'score', 'keep_mask']
+           'seeded', 'score', 'keep_mask']
 
 # %% ../nbs/beyond/00_importance.ipynb #501425fb
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
 from einops import rearrange, reduce
@@ -186,6 +187,18 @@ METHODS = dict( # functions of an adapter and z (l h)
     taylor=lambda heads, z: gradients(heads, z).sum(0),
     leave_one_out=leave_one_out)
 
+@contextmanager
+def seeded(seed: int):
+    "Seed the random generators inside a `with` block. A GPU that is not in use yet stays so."
+    gpus = [g for m in (torch.cuda, torch.xpu) if m.is_initialized() for g in m.default_generators]
+    if torch.backends.mps.is_available(): gpus.append(torch.mps._get_default_mps_generator())
+    before = {g: g.get_state() for g in (torch.default_generator, *gpus)}
+    try:
+        for g in before: g.manual_seed(seed)
+        yield
+    finally:
+        for g, state in before.items(): g.set_state(state)
+
 def score(
     model, # an `LM` with all of its heads, or a Hugging Face model
     data, # 1-D token ids; or dicts of tensors: input_ids, attention_mask, labels
@@ -200,8 +213,7 @@ def score(
     z = per_head(z, 'z', heads.shape).float()
     if not callable(method) and method not in METHODS:
         raise ValueError(f'method={method}: unknown; give one of {", ".join(METHODS)}')
-    with torch.random.fork_rng(devices=[]), evaluating(heads.model):
-        torch.manual_seed(seed)
+    with seeded(seed), evaluating(heads.model):
         f = method if callable(method) else METHODS[method]
         found = per_head(f(heads, z.to(next(heads.model.parameters()).device)), 'scores', heads.shape)
     if found.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')

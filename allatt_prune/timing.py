@@ -6,7 +6,7 @@
 __all__ = ['Timing', 'in_turns', 'segment_job', 'train_job', 'time_forward', 'environment']
 
 # %% ../nbs/method/08_timing.ipynb #1cf5d570
-import platform, re, subprocess
+import os, platform, re, subprocess
 import numpy as np, torch
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +75,12 @@ def time_forward(
 
 # %% ../nbs/method/08_timing.ipynb #10c34949
 def _commit(): # of the package; unknown outside its own clone
-    here = dict(capture_output=True, text=True, cwd=Path(attention.__file__).parent)
+    env = {k: x for k, x in os.environ.items() if not k.startswith('GIT_')} # of another repository
+    here = dict(capture_output=True, text=True, cwd=Path(attention.__file__).parent, env=env)
     def git(*args): return subprocess.run(['git', *args], **here).stdout.strip()
-    try: return git('ls-files', 'attention.py') and git('describe', '--always', '--dirty') or 'unknown'
+    try:
+        own = git('ls-files', '--full-name', 'attention.py') == 'allatt_prune/attention.py'
+        return own and git('describe', '--always', '--dirty') or 'unknown'
     except OSError: return 'unknown'
 
 def environment(device: str) -> dict[str, str]: # device of the models

@@ -6,7 +6,7 @@
 __all__ = ['LOG', 'Stopped', 'Signals', 'Processes', 'Progress']
 
 # %% ../../nbs/engine/04_processes.ipynb #595e9e7e
-import io, logging, signal, sys
+import io, logging, signal, sys, threading
 import numpy as np, torch, torch.distributed as dist
 from torch import nn, Tensor
 from tqdm import tqdm
@@ -20,15 +20,21 @@ class Stopped(KeyboardInterrupt):
         self.signum = signum
 
 class Signals:
-    "Context that only records SIGTERM and SIGINT, in `came`."
+    "Context that only records SIGTERM, SIGINT and SIGHUP, in `came`, unless they are ignored."
     def __enter__(self) -> 'Signals':
-        self.came = 0
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.came, self.before = 0, {}
+        if threading.current_thread() is not threading.main_thread(): return self # none come here
+        for s in {signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', signal.SIGTERM)}:
+            if signal.getsignal(s) not in (signal.SIG_IGN, None): # None: not set by Python
+                self.before[s] = signal.signal(s, self._note)
         return self
     def _note(self, signum, frame): self.came = signum
+    def check(self, *_):
+        "Raise `Stopped` if a signal came."
+        if self.came: raise Stopped(self.came)
     def __exit__(self, kind, *_):
         for s, handler in self.before.items(): signal.signal(s, handler)
-        if self.came and kind is None: raise Stopped(self.came) # after the last step
+        if kind is None: self.check()                          # it came after the last step
 
 # %% ../../nbs/engine/04_processes.ipynb #16988076
 class Processes:

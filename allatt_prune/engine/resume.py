@@ -25,10 +25,11 @@ def read_log(run_dir: str|Path) -> dict: # records of all phases; training secon
     "Read the log of the checkpoint with the most records; without checkpoints, metrics.jsonl."
     found, file = [], Path(run_dir)/'metrics.jsonl'
     for path in checkpoint.saved_steps(Path(run_dir)/'checkpoints'):
-        with suppress(OSError): found.append(json.loads(checkpoint.read(path, 'log.json')))
-    if found: return max(found, key=lambda log: len(log['records']))
-    lines = file.read_text().splitlines() if file.exists() else []
-    return dict(records=[json.loads(line) for line in lines], seconds={})
+        with suppress(OSError): found.append(checkpoint.read_part(path, 'log.json'))
+    with checkpoint.reading(f'{run_dir}: log.json or metrics.jsonl'):
+        if found: return max(found, key=lambda log: len(log['records']))
+        lines = file.read_bytes().splitlines() if file.is_file() and not file.is_symlink() else []
+        return dict(records=[json.loads(line) for line in lines], seconds={})
 
 def write_metrics(run_dir: str|Path, records: list[dict]):
     "Write records to metrics.jsonl."
@@ -99,14 +100,18 @@ def _begin(s, folder, about, modules, resume): # -> log; a new one keeps the rec
     return dict(log, records=others)
 
 # %% ../../nbs/engine/05_resume.ipynb #e68da41e
-def _look(s, phase, log, r, corpus): # validate and record, if due
-    more, world = {}, Processes()
-    if r.valid_every and s.step % r.valid_every == 0:
-        with torch.no_grad(): z = None if s.gates is None else s.gates.eval()()
-        more = dict(valid=float(evaluate(s.model, corpus.valid[:r.eval_tokens or None], z, r.batch)))
-    if more or s.step % r.log_every == 0 or s.step == r.steps:
+def _look(s, phase, records, r, corpus, stop): # record and validate, if due -> whether it validated
+    world, valid = Processes(), r.valid_every and s.step % r.valid_every == 0
+    new = not records or (records[-1]['phase'], records[-1]['step']) != (phase, s.step)
+    if new and (valid or s.step % r.log_every == 0 or s.step == r.steps):
         s.loss = world.all_reduce(s.model.pos.new_tensor(s.loss)).item() / world.size
-        log['records'].append(dict(phase=phase) | record(s) | more)
+        records.append(dict(phase=phase) | record(s))
+    if not valid or 'valid' in records[-1]: return False
+    with torch.no_grad(): z = None if s.gates is None else s.gates.eval()()
+    with suppress(Stopped):                                    # `stop` ends it; resuming does it again
+        loss = evaluate(s.model, corpus.valid[:r.eval_tokens or None], z, r.batch, after=stop)
+        records[-1]['valid'] = float(loss)
+    return True
 
 def train(
     model: LM, # trained in place
@@ -133,21 +138,25 @@ def train(
         set_seed(r.seed, s.step, world.rank)
         return text_loss(*args)
     with Signals() as signals:
-        if run_dir: log = _begin(s, folder, about, modules, resume)
-        since = time.monotonic() - log['seconds'].get(phase, 0)
+        with checkpoint.reading(f'{folder}: a checkpoint of {phase}'):
+            if run_dir: log = _begin(s, folder, about, modules, resume)
+            since = time.monotonic() - log['seconds'].get(phase, 0)
+        def look(resumed=False): # validate and save what is due, stop if a signal came to any process
+            if not _look(s, phase, log['records'], r, corpus, signals.check) and resumed: return
+            log['seconds'][phase] = round(time.monotonic() - since, 1)
+            came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX'))
+            due = came or s.step == r.steps or r.save_every and s.step % r.save_every == 0
+            if run_dir and due: _save(s, folder, about, modules, log)
+            if came: raise Stopped(came)
+        if s.step: look(resumed=True)                          # if a signal had ended the validation
         bar = Progress(phase, r.steps, s.step, show=world.rank == 0)
         streams = world.shard(Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name))
         for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, text_loss=own_dropout,
                              start=start, state=s, batches=streams,
                              backward=lambda loss: world.backward(loss, params)):
             if after: after(s)
-            _look(s, phase, log, r, corpus)
+            look()
             bar.set_postfix_str(f'{s.loss:.3f} nats', refresh=False)
             bar.update()
-            log['seconds'][phase] = round(time.monotonic() - since, 1)
-            came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX')) # to any process
-            due = came or s.step == r.steps or r.save_every and s.step % r.save_every == 0
-            if run_dir and due: _save(s, folder, about, modules, log)
-            if came: raise Stopped(came)
         bar.close()
     return [rec for rec in log['records'] if rec['phase'] == phase]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch, torch.distributed as dist
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import nn
 from . import checkpoint
 from .corpora import load_corpus
@@ -90,25 +90,30 @@ def parallel(name: str): # as for `pick_device`
     if several: dist.destroy_process_group()
 
 # %% ../../nbs/engine/08_run.ipynb #05766a8b
-def _stored(run_dir, name): return json.loads(checkpoint.read(run_dir, name))
-
 def stored_recipe(run_dir: str|Path) -> Recipe:
     "Read the recipe of a run. OSError if there is none."
-    return Recipe.stored(_stored(run_dir, 'recipe.json'))
+    with checkpoint.reading(f'{run_dir}: recipe.json'):
+        return Recipe.stored(checkpoint.read_part(run_dir, 'recipe.json'))
 
 def text_for(
     model: LM|str|Path, # a model that knows its vocabulary, or its folder or name
     corpus: str|Path, cache: str|Path|None = None # as for `load_corpus`
 ) -> Corpus:
     "Load a corpus with a model's unit and vocabulary."
-    saved = model.vocab if isinstance(model, LM) else json.loads(checkpoint.read(model, 'vocab.json'))
+    saved = model.vocab if isinstance(model, LM) else checkpoint.read_part(model, 'vocab.json')
     if not saved: raise ValueError('model: knows no vocabulary; train it on a corpus, or set model.vocab')
     return load_corpus(corpus, cache, saved['unit'], vocab=saved['symbols'])
 
 def _finished(run_dir, models): # rows of a complete run; else None
     with contextlib.suppress(OSError):
         for folder in (run_dir, *(run_dir/name for name in models)): checkpoint.verify(folder)
-        return _stored(run_dir, 'report.json')['rows']
+        return checkpoint.read_part(run_dir, 'report.json')['rows']
+
+def _lock(run_dir): # context for the only process that works there
+    try: return FileLock(run_dir/'.lock', timeout=0, fallback_to_soft=False).acquire()
+    except OSError as e:
+        why = 'another process works there; wait for it' if isinstance(e, Timeout) else e
+        raise OSError(f'run_dir={run_dir}: cannot take {run_dir}/.lock ({why})') from e
 
 # %% ../../nbs/engine/08_run.ipynb #9dafdcbf
 def _begin(run_dir, baseline, files): # create a run directory with its first files, all or none
@@ -148,7 +153,9 @@ def run(
         baseline = run_dir/'baseline' if (run_dir/'baseline').exists() else None
     if baseline: text = text_for(baseline, recipe.corpus, cache)
     else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
-    assert recipe.unit in ('', text.unit), f'unit={recipe.unit}: the model was made with {text.unit}'
+    if recipe.unit not in ('', text.unit):
+        raise ValueError(f'unit={recipe.unit}: the model was made with {text.unit}; leave it out')
+    if recipe.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 2, or 0 for all')
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
     if min(len(text.valid), len(text.test)) < 2: raise DataError(f'corpus={text.name}: no held-out text')
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
@@ -157,11 +164,10 @@ def run(
         if not resume: _begin(run_dir, baseline, first)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
     world.barrier()
-    if _stored(run_dir, 'corpus.json') != is_text:
+    if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
-    lock = FileLock(run_dir/'.lock', timeout=0, fallback_to_soft=False)
-    with contextlib.nullcontext() if world.rank else lock:
-        if resume and (rows := _finished(run_dir, models)): return rows
+    if resume and (rows := _finished(run_dir, models)): return rows # it is only read: no lock
+    with contextlib.nullcontext() if world.rank else _lock(run_dir):
         if world.rank == 0:
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # the report is rewritten
