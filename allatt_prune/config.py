@@ -7,7 +7,7 @@ __all__ = ['POSITIVE', 'SHARES', 'CHOICES', 'SETTINGS', 'RECIPES', 'checked', 'L
            'get_recipe']
 
 # %% ../nbs/method/02_config.ipynb #6b3ceaeb
-import os
+import os, reprlib
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -26,12 +26,12 @@ def checked(name: str, kind: type, x): # setting, its type, value -> value of th
     if str in kinds and isinstance(x, os.PathLike): x = os.fspath(x)
     if int in kinds and type(x) is float and x.is_integer(): x = int(x) # 1e3
     if float in kinds and type(x) is int: x = float(x)
-    if type(x) not in kinds: raise ValueError(f'{name}={x!r}: give {kinds[0].__name__}')
+    if type(x) not in kinds: raise ValueError(f'{name}={reprlib.repr(x)}: give {kinds[0].__name__}')
     if type(x) is list: return [checked(name, int, n) for n in x]
     low, high = int(name in POSITIVE), 1 if name in SHARES else 2**63 - 1
     if name == 'gate_init': low = -high                        # pi may be negative
     if type(x) in (int, float) and not low <= x <= high:
-        raise ValueError(f'{name}={x}: give {low} to {high}')
+        raise ValueError(f'{name}={reprlib.repr(x)}: give {low} to {high}')
     if x not in CHOICES.get(name, [x]): raise ValueError(f'{name}={x}: give one of {CHOICES[name]}')
     return x
 
@@ -56,7 +56,7 @@ class LMConfig:
         if self.d_model % self.n_head:
             raise ValueError(f'n_head={self.n_head}: does not divide d_model={self.d_model}')
         if self.heads is not None and (len(self.heads) != self.n_layer or max(self.heads) > self.n_head):
-            raise ValueError(f'heads={self.heads}: give 0 to {self.n_head} for each layer of {self.n_layer}')
+            raise ValueError(f'heads={reprlib.repr(self.heads)}: give 0 to {self.n_head} for each layer')
         self.d_head = self.d_model // self.n_head               # width d of a head
         self.layer_heads = self.heads or [self.n_head] * self.n_layer
         self.window = self.mem_len or self.seg_len              # context keys a query sees
@@ -70,7 +70,7 @@ def clusters(
     "Split the vocabulary into clusters. arXiv 1609.04309, 1809.10853."
     edges = [0, *cutoffs, vocab]
     if edges != sorted(set(edges)):
-        raise ValueError(f'cutoffs={[*cutoffs]}: not increasing from 1 to {vocab - 1}')
+        raise ValueError(f'cutoffs={reprlib.repr([*cutoffs])}: not increasing from 1 to {vocab - 1}')
     return [(b - a, max(1, width // 4**i)) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
 
 # %% ../nbs/method/02_config.ipynb #6a0a30ac

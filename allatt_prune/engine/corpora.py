@@ -85,7 +85,7 @@ def _opened(folder, name): # a prepared corpus. OSError if it is missing or dama
     about, files = json.loads(read(folder, 'corpus.json')), [folder/f'{s}.npy' for s in SPLITS]
     if not all(map(Path.is_file, files)) or [*map(pooch.file_hash, files)] != about.pop('sha256'):
         raise OSError(f'{folder}: damaged')
-    return Corpus(name, *(np.load(f, 'r') for f in files), **about)
+    return Corpus(name, *(np.lib.format.open_memmap(f, 'r') for f in files), **about)
 
 def _cached(folder, name, make): # a prepared corpus; if it is missing or damaged, it is made
     with suppress(OSError): return _opened(folder, name)

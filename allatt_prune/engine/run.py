@@ -155,9 +155,7 @@ def run(
     else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
     if recipe.unit not in ('', text.unit):
         raise ValueError(f'unit={recipe.unit}: the model was made with {text.unit}; leave it out')
-    if recipe.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 2, or 0 for all')
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
-    if min(len(text.valid), len(text.test)) < 2: raise DataError(f'corpus={text.name}: no held-out text')
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
         first = {'recipe.json': asdict(recipe), 'corpus.json': is_text}
