@@ -253,8 +253,9 @@ def test_an_old_folder_that_cannot_be_renamed_is_kept(tmp_path, monkeypatch):
 
 def test_a_step_can_be_saved_again(tmp_path):
     steps(tmp_path, 100, 200)
-    save_step(tmp_path, 'gated', 200, dict(step=200, more=1))
-    assert newest(tmp_path, 'gated')[0] == dict(step=200, more=1) and len(names(tmp_path)) == 2
+    for i in range(5):
+        save_step(tmp_path, 'gated', 200, dict(step=200, more=i))
+        assert newest(tmp_path, 'gated')[0] == dict(step=200, more=i) and len(names(tmp_path)) == 2
     steps(tmp_path, 300, 400)
     assert names(tmp_path) == ['gated-00000300', 'gated-00000400']
 

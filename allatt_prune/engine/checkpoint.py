@@ -113,11 +113,12 @@ def _manifest(path): # folder or shipped model -> its folder, SHA-256 of each fi
         raise TypeError('format, or the name of a file')
 
 @contextmanager
-def reading(what: str): # that anybody may have written
-    "Say in one line what is damaged. OSErrors and ValueErrors say it already, if not from JSON."
+def reading(what: str): # file or folder that anybody may have written
+    "Turn an error into an OSError of one line, but not a ValueError, which is one."
     try: yield
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError,
-            safetensors.SafetensorError) as e:
+    except Exception as e:
+        decoding = isinstance(e, (json.JSONDecodeError, UnicodeError))
+        if isinstance(e, (OSError, ValueError)) and not decoding: raise
         raise OSError(f'{what} is damaged ({" ".join(str(e).split())[:300]})') from e
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #09551e16
@@ -157,9 +158,10 @@ def save_step(folder: str|Path, # all checkpoints of a run
               config: dict, **parts): # as for `save`
     "Save `phase-step` and delete all but the previous checkpoint of the phase."
     if not re.fullmatch(r'\w+', phase): raise ValueError(f'phase={phase}: give letters, digits and _')
-    again = sum(_step(p) == step for p in saved_steps(folder, phase))
+    longest = max((len(p.name) for p in saved_steps(folder, phase) if _step(p) == step), default=0)
+    digits = max(8, longest - len(phase))                      # one more than before: the newer one
     sweep(folder)
-    save(Path(folder)/f'{phase}-{step:0{8 + again}d}', config, **parts) # the longer name is the newer one
+    save(Path(folder)/f'{phase}-{step:0{digits}d}', config, **parts)
     for old in [p for p in saved_steps(folder, phase) if _ours(p)][:-2]:
         with suppress(OSError):                                # as in a lower layer of a container image
             os.rename(old, tmp := _beside(old)) # if killed here, `sweep` deletes it
