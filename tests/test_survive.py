@@ -335,8 +335,9 @@ def test_a_finished_run_is_only_read(world):
 
 def test_a_file_system_without_locks(world, monkeypatch):
     def flock(*_): raise OSError(37, 'No locks available')
+    model = small()[2]()
     monkeypatch.setattr(fcntl, 'flock', flock)
-    small()[2]().save_pretrained('no-locks-model')
+    model.save_pretrained('no-locks-model')
     checkpoint.verify('no-locks-model')
     with pytest.raises(OSError, match='run_dir=no-locks: cannot take no-locks/.lock .*No locks available'): go('no-locks')
 
