@@ -268,15 +268,15 @@ with new_folder(sys.argv[1]) as tmp:
     (tmp/'a.json').write_text('{}')
 """
 
-def test_only_the_remains_of_dead_writers_of_that_name_go(tmp_path):
+def test_the_remains_of_writers_of_that_name_go(tmp_path):
     def start(name): return subprocess.Popen([sys.executable, '-c', WRITER, str(tmp_path/name)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     dead, other, living = jobs = start('r'), start('r-2'), start('r')
     tmp = [job.stdout.readline().strip() for job in jobs]
     for job in (dead, other): job.kill(), job.wait()
     assert {*tmp} == {*names(tmp_path)}
     save(tmp_path/'r', dict(a=1))
-    assert names(tmp_path) == sorted((tmp[1], tmp[2], 'r'))                # another run's remains, and what is being written, stay
-    assert living.communicate('\n', timeout=60)[1] and living.returncode   # the name is taken now
+    assert names(tmp_path) == sorted((tmp[1], 'r'))                        # another name's remains stay
+    assert living.communicate('\n', timeout=60)[1] and living.returncode   # this name is taken now
     assert names(tmp_path) == sorted((tmp[1], 'r')) and load(tmp_path/'r') == (dict(a=1), {})
     sweep(tmp_path)
     assert names(tmp_path) == ['r']

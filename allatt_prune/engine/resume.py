@@ -46,8 +46,7 @@ def pack(opt) -> tuple[dict, dict]: # tensors by name; parameter groups, for JSO
 def unpack(opt, tensors: dict, rest: dict): # both from `pack`
     "Restore an optimizer's state."
     state = {}
-    for name, x in tensors.items():
-        i, k = name.split('.')
+    for (i, k), x in zip((name.split('.') for name in tensors), tensors.values()):
         state.setdefault(int(i), {})[k] = x
     opt.load_state_dict(dict(state=state, param_groups=rest['groups']))
 
@@ -69,7 +68,8 @@ def _save(s, folder, about, modules, log): # run directory; constants; modules b
     for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
     tensors = (x for part in parts.values() for x in part.values() if torch.is_tensor(x))
     if not all(x.isfinite().all() for x in tensors):           # or the last good checkpoints would go
-        raise FloatingPointError(f"{about['phase']}: not finite before step {s.step}; give a smaller lr or lam")
+        raise FloatingPointError(f"{about['phase']}: not finite before step {s.step}; "
+                                 'give a smaller lr or lam')
     if world.rank == 0:
         config = about | dict(step=s.step)
         checkpoint.save_step(folder/'checkpoints', about['phase'], s.step, config, **parts, log=log)
