@@ -7,6 +7,7 @@ from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM
+from allatt_prune.engine import resume
 from allatt_prune.engine.resume import Stopped, train
 from allatt_prune.config import get_recipe
 
@@ -50,6 +51,19 @@ def of_process(rank, world, folder):
     checkpoint.save(f'{folder}/grown-{rank}', {}, state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64)                                # begun by two; only one of them is told to stop
     with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/shrunk', after=stopping(rank == 1))
+    evaluate = resume.evaluate
+    for told in (0, 1):                                                               # only one of them is told, in a validation; then both go on
+        def validates(*args, **how):
+            if rank == told: os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(*args, **how)
+        model, corpus, recipe, gates = make(torch.float64, valid_every=7)
+        resume.evaluate = validates
+        with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/told{told}')
+        with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True) # at 14, or again at 7
+        resume.evaluate = evaluate
+        model, corpus, recipe, gates = make(torch.float64, valid_every=7)
+        records = train(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True)
+        checkpoint.save(f'{folder}/told{told}-{rank}', dict(records=records), state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
     forward = LM.forward
     def poisoned(self, *args):
@@ -99,6 +113,16 @@ def test_begun_by_one_ended_by_two_and_the_reverse(two):
     train(other, corpus, recipe, others, two/'shrunk', resume=True)
     torch.testing.assert_close(state(other, others), state(model, gates), rtol=0, atol=1e-12)
     for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
+
+@pytest.mark.parametrize('told', (0, 1))
+def test_one_is_told_in_a_validation(two, told):
+    model, corpus, recipe, gates = make(torch.float64, valid_every=7)
+    records = train(model, corpus, recipe, gates)
+    for rank in (0, 1):
+        config, parts = checkpoint.load(two/f'told{told}-{rank}')
+        torch.testing.assert_close(parts['state'], state(model, gates), rtol=0, atol=1e-12)
+        assert [[r['step'], 'valid' in r] for r in config['records']] == [[i, i % 7 == 0] for i in range(1, 21)]
+        assert all(abs(a.get('valid', 0) - b.get('valid', 0)) < 1e-10 for a, b in zip(config['records'], records))
 
 def test_nan_in_one_stops_all(two):
     for rank in (0, 1): assert 'diverged at step 6, gradient norm nan' in (two/f'nan-{rank}').read_text()

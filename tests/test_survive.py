@@ -1,5 +1,5 @@
 "What breaks a training: kills, signals, full disks, damaged files, numbers that are none."
-import json, os, random, re, resource, shutil, signal, subprocess, sys, time, warnings
+import fcntl, hashlib, json, os, random, re, resource, shutil, signal, struct, subprocess, sys, termios, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, torch
@@ -11,6 +11,7 @@ from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
+from allatt_prune.engine.processes import Signals
 from allatt_prune.engine.resume import Stopped, read_log, train, write_metrics
 from allatt_prune.engine.report import table
 from allatt_prune.engine.run import MODELS, run
@@ -87,6 +88,83 @@ def test_interrupted_again_and_again(world, monkeypatch):
         try: go('often', resume=ends > 0); break
         except Stopped: ends += 1
     assert ends >= 12 and same(world/'often', world/'whole')
+
+@pytest.mark.parametrize('every,at', ((5, 1), (5, 2), (5, 4), (6, 2), (7, 3)))         # within a phase; at the end of the baseline, and of the gated model
+def test_stopped_in_a_validation(world, monkeypatch, every, at):
+    go(whole := f'validations-{every}', valid_every=every, resume=Path(f'validations-{every}').exists())
+    evaluate, calls = resume.evaluate, []
+    def told(*args, after, **how): # the signal comes after the first segment
+        calls.append(1)
+        if len(calls) != at: return evaluate(*args, after=after, **how)
+        def first(n): os.kill(os.getpid(), signal.SIGTERM), after(n)
+        return evaluate(*args, after=first, **how)
+    monkeypatch.setattr(resume, 'evaluate', told)
+    name = f'{whole}-{at}'
+    with pytest.raises(Stopped): go(name, valid_every=every)
+    phase = 'baseline' if at < 3 else 'gated'
+    config, parts = checkpoint.newest(f'{name}/checkpoints', phase)                     # the step is done, its validation is not
+    last = parts['log']['records'][-1]
+    assert last['step'] == config['step'] == [0, 5, 10, 5, 10][at] if every == 5 else (12 if every == 6 else 14) and 'valid' not in last
+    for _ in range(4):                                                                  # told again and again, when it is done again
+        calls[:] = [1] * (at - 1)
+        with pytest.raises(Stopped): go(name, valid_every=every, resume=True)
+    go(name, valid_every=every, resume=True)
+    assert same(world/name, world/whole)
+    assert read_log(name)['records'] == read_log(whole)['records'] and [r for r in read_log(name)['records'] if 'valid' in r]
+
+def test_which_signals_are_recorded(monkeypatch):
+    mine, handler = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), lambda *_: None
+    before = [signal.signal(s, handler) for s in mine]
+    try:
+        for s in mine:
+            with pytest.raises(Stopped, match=s.name), Signals() as signals:
+                for _ in range(3): os.kill(os.getpid(), s)                              # more than one changes nothing
+                assert signals.came == s
+                with pytest.raises(Stopped): signals.check()
+            signal.signal(s, signal.SIG_IGN)                                            # as under nohup, or in the background of a shell
+            with Signals() as signals: os.kill(os.getpid(), s)
+            assert signals.came == 0 and signal.getsignal(s) == signal.SIG_IGN
+            signal.signal(s, handler)
+        seen = []
+        def other():
+            with Signals() as signals: seen.append((signals.came, *map(signal.getsignal, mine)))
+        thread = threading.Thread(target=other)
+        thread.start(), thread.join()
+        assert seen == [(0, handler, handler, handler)]
+        set_, get = [], signal.getsignal                                                # a handler of a C library, which Python cannot set again
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, 'getsignal', lambda s: None if s == signal.SIGTERM else get(s))
+            patch.setattr(signal, 'signal', lambda s, f: set_.append(s))
+            with Signals(): pass
+        assert {*set_} == {signal.SIGINT, signal.SIGHUP}
+    finally:
+        for s, f in zip(mine, before): signal.signal(s, f)
+
+def test_a_run_in_a_thread(world):
+    errors = []
+    def work():
+        try: go('thread')
+        except BaseException as e: errors.append(e)
+    thread = threading.Thread(target=work)
+    thread.start(), thread.join()
+    go('no-thread')
+    assert not errors and same(world/'thread', world/'no-thread')
+
+def test_the_terminal_goes_away(world): # SIGHUP, and nothing can be printed any more
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 100, 0, 0))
+    def own(): # the terminal, and the signal
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    options = [x for k, v in dict(SMALL, corpus='long.txt', steps=10**6, valid_every=0, save_every=0).items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    job = subprocess.Popen(shell(*options, '--run-dir', 'hung'), stdin=slave, stdout=slave, stderr=slave, env=os.environ | dict(OMP_NUM_THREADS='1'),
+                           start_new_session=True, preexec_fn=own)
+    os.close(slave)
+    seen = b''
+    while b' nats' not in seen: seen += os.read(master, 1000)                           # the bar is shown
+    os.close(master)
+    assert job.wait(timeout=60)
+    step = checkpoint.newest('hung/checkpoints', 'baseline')[0]['step']
+    assert 0 < step == read_log('hung')['records'][-1]['step']
 
 def test_the_text_must_be_the_same(world):
     (world/'changes.txt').write_text(RHYME * 10)
@@ -180,6 +258,87 @@ def test_planted_links_are_not_followed(world):
     recipe, text, make = small()
     train(make(), text, recipe, run_dir='fresh')
     assert not (world/'outside'/'new').exists() and not (world/'fresh'/'metrics.jsonl').is_symlink()
+
+def everything(folder): return {str(p): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
+
+@pytest.mark.parametrize('what', ('.lock', 'checkpoints', *MODELS, 'metrics.jsonl', 'report.md', 'manifest.json', 'recipe.json', 'corpus.json'))
+@pytest.mark.parametrize('there', (True, False))
+def test_a_stranger_s_run_writes_only_in_its_folder(world, what, there): # each of its parts as a link, to the real one or to nothing
+    name = f'stranger-{what}-{there}'
+    (world/'elsewhere'/name).mkdir(parents=True)
+    def plant(folder):
+        unfinished(folder)
+        if (folder/what).exists() and there: (folder/what).rename(world/'elsewhere'/name/what)
+        elif (folder/what).is_dir(): shutil.rmtree(folder/what)
+        else: (folder/what).unlink(missing_ok=True)
+        if what == '.lock' and there: (world/'elsewhere'/name/what).write_text('precious')
+        (folder/what).symlink_to(world/'elsewhere'/name/what)
+        plant.before = everything(world/'elsewhere')
+    try: edited(world, name, plant)
+    except OSError as e: assert '\n' not in str(e) and name in str(e)
+    assert everything(world/'elsewhere') == plant.before and plant.before.keys() >= {str(world/'elsewhere'/name)}
+
+def test_a_model_with_outside_names_is_not_pruned(world):
+    if not (world/'done').exists(): go('done')
+    shutil.copytree(world/'done'/'baseline', world/'evil')
+    (world/'kept.json').write_text('{}')
+    manifest = json.loads((world/'evil'/'manifest.json').read_text())
+    manifest['files'][f'{world}/kept.json'] = hashlib.sha256(b'{}').hexdigest()
+    (world/'evil'/'manifest.json').write_text(json.dumps(manifest))
+    before = everything(world)
+    with pytest.raises(OSError, match='evil: manifest.json is damaged'): run(get_recipe('tiny', **SMALL, corpus='own.txt'), run_dir='evil-run', device='cpu', baseline='evil')
+    assert everything(world) == before
+
+def resealed(folder, file, value): # with the right hash
+    (folder/file).write_text(json.dumps(value))
+    checkpoint.seal(folder, [p.name for p in folder.iterdir() if p.is_file() and p.name not in ('manifest.json', '.lock')])
+
+@pytest.mark.parametrize('value', ([], 'x', None, 3, [1, 2], dict(unknown=1), dict(steps='x'), dict(steps=None), dict(n_head=[]), dict(heads=5)))
+def test_a_recipe_of_another_type_is_refused_in_one_line(world, value):
+    if not (world/'done').exists(): go('done')
+    folder = world/'typed'
+    shutil.rmtree(folder, ignore_errors=True), shutil.copytree(world/'done', folder)
+    resealed(folder, 'recipe.json', value)
+    with pytest.raises((OSError, ValueError)) as e: running.stored_recipe(folder)
+    assert '\n' not in str(e.value)
+
+@pytest.mark.parametrize('file,value', [('log.json', x) for x in ([], 'x', None, {}, dict(records=5), dict(records={}, seconds={}), dict(records=[1], seconds={}), dict(records=[{}], seconds={}),
+    dict(records=[], seconds=[]), dict(records=[], seconds=dict(gated='x')))] + [('config.json', x) for x in ([], 'x', None, {}, 3)] + [('optimizer0.json', [1]), ('mems.json', [1])])
+def test_a_checkpoint_of_another_type_is_refused_in_one_line(world, file, value):
+    recipe, text, make = small()
+    folder = world/'odd'
+    if not folder.exists(): train(make(), text, recipe, HeadGates(2, 4), folder)
+    there = world/'odd-now'
+    shutil.rmtree(there, ignore_errors=True), shutil.copytree(folder, there)
+    newest = checkpoint.saved_steps(there/'checkpoints', 'gated')[-1]
+    if file in ('optimizer0.json', 'mems.json'): (newest/file).with_suffix('.safetensors').unlink()
+    resealed(newest, file, value)
+    with pytest.raises(OSError) as e: train(make(), text, recipe, HeadGates(2, 4), there, resume=True)
+    assert '\n' not in str(e.value) and len(str(e.value)) < 500
+
+@pytest.mark.parametrize('line', ('rubbish', '5', '{}', '[' * 10_000, '\xff'))
+def test_records_that_are_none_are_refused_in_one_line(world, line):
+    recipe, text, make = small()
+    (world/'lines').mkdir(exist_ok=True)
+    (world/'lines'/'metrics.jsonl').write_bytes(line.encode('latin-1'))
+    with pytest.raises(OSError, match='is damaged') as e: train(make(), text, recipe, run_dir='lines')
+    assert '\n' not in str(e.value)
+
+def test_a_finished_run_is_only_read(world):
+    rows, before = go('read'), None
+    (world/'read'/'.lock').unlink()
+    before = everything(world/'read')
+    for p in (world/'read').rglob('*'): os.chmod(p, p.stat().st_mode & ~0o222)
+    with FileLock('read.lock'): assert go('read', resume=True) == rows                  # and nobody has to be waited for
+    assert everything(world/'read') == before
+
+def test_a_file_system_without_locks(world, monkeypatch):
+    def flock(*_): raise OSError(37, 'No locks available')
+    model = small()[2]()
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    model.save_pretrained('no-locks-model')
+    checkpoint.verify('no-locks-model')
+    with pytest.raises(OSError, match='run_dir=no-locks: cannot take no-locks/.lock .*No locks available'): go('no-locks')
 
 def test_a_model_that_was_lost_is_made_again(world):
     edited(world, 'lost', lambda folder: shutil.rmtree(folder/'pruned'))

@@ -7,9 +7,9 @@ __all__ = ['write_file', 'seal', 'new_folder', 'sweep', 'save', 'shipped', 'read
            'save_step', 'saved_steps', 'newest', 'build']
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #22c3c814
-import fcntl, glob, hashlib, json, os, re, secrets, shutil
+import glob, hashlib, json, os, re, secrets, shutil
 from importlib import resources
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 import safetensors.torch, torch
@@ -25,26 +25,17 @@ def _delete(path):
 
 def _sync(path): # force a file, or the list of names in a folder, to disk
     fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    except OSError:
-        if not path.is_dir(): raise                            # not every file system can sync a folder
-    finally: os.close(fd)
+    # not every file system can sync a folder
+    with suppress(OSError) if path.is_dir() else nullcontext(): os.fsync(fd)
+    os.close(fd)
 
 @contextmanager
-def _held(path): # lock until the process ends; yield whether no other process holds it
-    fd, alone = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), False
-    with suppress(OSError): alone = not fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try: yield alone
-    finally: os.close(fd)
-
-@contextmanager
-def _whole(path, make=Path.touch): # yield a temporary name; rename it on success, delete it on failure
-    make(tmp := _beside(path))
+def _whole(path): # yield a temporary name; rename it on success, delete it on failure
+    tmp = _beside(path)
     try:
-        with _held(tmp):
-            yield tmp
-            _sync(tmp)
-            os.replace(tmp, path)
+        yield tmp
+        _sync(tmp)
+        os.replace(tmp, path)
         _sync(path.parent)
     finally: _delete(tmp)
 
@@ -53,14 +44,14 @@ def write_file(path: str|Path, data: bytes): # a symbolic link is replaced, not 
     with _whole(Path(path)) as tmp: tmp.write_bytes(data)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #da5ee3c5
-# one dot, no separator: a name that a stranger wrote into a manifest cannot lead out of its folder
+# one dot, no separator: a name in a stranger's manifest cannot lead out of its folder
 _NAME = re.compile('[A-Za-z0-9_-]+[.](json|jsonl|md|npy|safetensors)')
 
 def seal(folder: str|Path, files: list[str]): # file names in the folder
     "Force files to disk, then write the manifest with their hashes."
     hashes = {}
     for file in files:
-        if not _NAME.fullmatch(file): raise ValueError(f'file={file}: give a name like model.safetensors')
+        if not _NAME.fullmatch(file): raise ValueError(f'file={file}: give a name like model.json')
         with open(Path(folder)/file, 'rb') as f:
             os.fsync(f.fileno())
             hashes[file] = hashlib.file_digest(f, 'sha256').hexdigest()
@@ -72,16 +63,15 @@ def new_folder(path: str|Path): # folder to create
     path = Path(path)
     if os.path.lexists(path): raise FileExistsError(f'{path}: exists; choose another name')
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent, glob.escape(path.name))
-    with _whole(path, Path.mkdir) as tmp:
+    with _whole(path) as tmp:
+        tmp.mkdir()
         yield tmp
         seal(tmp, sorted(p.name for p in tmp.iterdir() if p.is_file()))
+    sweep(path.parent, glob.escape(path.name))                 # nobody else can finish it now
 
-def sweep(folder: str|Path, name: str = '?*'): # pattern of the final names
-    "Delete the temporary files of killed processes; those of living ones are locked."
-    for p in Path(folder).glob(f'.{name}.tmp-allatt_prune-' + '[0-9a-f]' * 8):
-        with suppress(OSError), _held(p) as alone:
-            if alone: _delete(p)
+def sweep(folder: str|Path, name: str = '?*'): # where no other process writes; pattern of final names
+    "Delete the temporary files of killed processes."
+    for p in Path(folder).glob(f'.{name}.tmp-allatt_prune-' + '[0-9a-f]' * 8): _delete(p)
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #70275536
 def save(path: str|Path, /, # folder to create
@@ -90,7 +80,7 @@ def save(path: str|Path, /, # folder to create
     "Write a folder completely or not at all. FileExistsError if `path` exists."
     with new_folder(path) as tmp:
         for name, part in dict(config=config, **parts).items():
-            if not _NAME.fullmatch(f'{name}.json'): raise ValueError(f'part={name}: give a name like model')
+            if not _NAME.fullmatch(f'{name}.json'): raise ValueError(f'part={name}: give a plain name')
             if isinstance(part, dict) and part and all(map(torch.is_tensor, part.values())):
                 tensors = {k: v.detach().cpu().contiguous() for k, v in part.items()}
                 (tmp/f'{name}.safetensors').write_bytes(safetensors.torch.save(tensors))
@@ -109,15 +99,17 @@ def _manifest(path): # folder or shipped model -> its folder, SHA-256 of each fi
         raise FileNotFoundError(f'{path}: {why} (shipped models: {", ".join(shipped())})')
     with reading(f'{path}: manifest.json'):
         found = json.loads((path/'manifest.json').read_bytes())
-        if found['format'] == 1 and all(map(_NAME.fullmatch, files := {**found['files']})): return path, files
+        files = {**found['files']}
+        if found['format'] == 1 and all(map(_NAME.fullmatch, files)): return path, files
         raise TypeError('format, or the name of a file')
 
 @contextmanager
-def reading(what: str): # that anybody may have written
-    "Say in one line what is damaged. OSErrors and ValueErrors say it already, if not from JSON."
+def reading(what: str): # file or folder that anybody may have written
+    "Turn an error into an OSError of one line, but not a ValueError, which is one."
     try: yield
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, RuntimeError,
-            safetensors.SafetensorError) as e:
+    except Exception as e:
+        decoding = isinstance(e, (json.JSONDecodeError, UnicodeError))
+        if isinstance(e, (OSError, ValueError)) and not decoding: raise
         raise OSError(f'{what} is damaged ({" ".join(str(e).split())[:300]})') from e
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #09551e16
@@ -146,7 +138,7 @@ def load(path: str|Path) -> tuple[dict, dict]: # config, and the other parts by 
     "Read a folder written by `save`. OSError if it is missing or damaged."
     files, parts = {'config.json', *_manifest(path)[1]}, {}
     for name, file in sorted((file.split('.')[0], file) for file in files):
-        if name in parts: raise OSError(f'{path}: two files are called {name}')
+        if name.lower() in map(str.lower, parts): raise OSError(f'{path}: two files are called {name}')
         parts[name] = read_part(path, file)
     return parts.pop('config'), parts
 
@@ -157,15 +149,18 @@ def save_step(folder: str|Path, # all checkpoints of a run
               config: dict, **parts): # as for `save`
     "Save `phase-step` and delete all but the previous checkpoint of the phase."
     if not re.fullmatch(r'\w+', phase): raise ValueError(f'phase={phase}: give letters, digits and _')
-    again = sum(_step(p) == step for p in saved_steps(folder, phase))
+    same = [n for i, n in map(_number, saved_steps(folder, phase)) if i == step]
+    digits = max([8, *same]) + bool(same)                      # of equal numbers, the longer is newer
     sweep(folder)
-    save(Path(folder)/f'{phase}-{step:0{8 + again}d}', config, **parts) # the longer name is the newer one
+    save(Path(folder)/f'{phase}-{step:0{digits}d}', config, **parts)
     for old in [p for p in saved_steps(folder, phase) if _ours(p)][:-2]:
         with suppress(OSError):                                # as in a lower layer of a container image
             os.rename(old, tmp := _beside(old)) # if killed here, `sweep` deletes it
             _delete(tmp)
 
-def _step(path): return int(path.name.split('-')[1])
+def _number(path): # of steps; length of the number
+    digits = path.name.split('-')[1]
+    return int(digits), len(digits)
 
 def _ours(path): # whether a folder holds exactly the files of its manifest
     try: return {p.name for p in path.iterdir()} == {'manifest.json', *_manifest(path)[1]}
@@ -176,7 +171,7 @@ def saved_steps(folder: str|Path, # all checkpoints of a run
     "List checkpoints, including damaged ones but no links."
     if Path(folder).is_symlink(): raise OSError(f'{folder}: a link, through which nothing is written')
     found = [p for p in Path(folder).glob('*-*') if re.fullmatch(rf'{phase}-\d+', p.name)]
-    return sorted((p for p in found if not p.is_symlink()), key=lambda p: (_step(p), len(p.name)))
+    return sorted((p for p in found if not p.is_symlink()), key=_number)
 
 def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `load`, or None
     "Load the newest checkpoint of a phase. OSError if it is damaged."
@@ -201,7 +196,8 @@ def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation 
     config, parts = load(path)
     with reading(f'{path}: config.json or model'):
         weights, vocab = parts.get('model', {}), parts.get('vocab')
-        if max(config['n_layer'], len(config['cutoffs'])) > len(weights) + 1000: # would be built for hours
+        # before it is built, which would take hours
+        if max(config['n_layer'], len(config['cutoffs'])) > len(weights) + 1000:
             raise ValueError(f"{path}: n_layer={config['n_layer']}: more than the weights have")
         with torch.device('meta'): model = build(LMConfig(**config), cls).eval()
         model.load_state_dict(weights, assign=True)

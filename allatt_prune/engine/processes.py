@@ -22,11 +22,11 @@ class Stopped(KeyboardInterrupt):
 class Signals:
     "Context that only records SIGTERM, SIGINT and SIGHUP, in `came`, unless they are ignored."
     def __enter__(self) -> 'Signals':
-        self.came, self.before = 0, {}
-        if threading.current_thread() is not threading.main_thread(): return self # none come here
-        for s in {signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', signal.SIGTERM)}:
-            if signal.getsignal(s) not in (signal.SIG_IGN, None): # None: not set by Python
-                self.before[s] = signal.signal(s, self._note)
+        known = {signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', signal.SIGTERM)}
+        # only the main thread can set a handler; None is one that Python did not set
+        main = threading.current_thread() is threading.main_thread()
+        mine = [s for s in known if main and signal.getsignal(s) not in (signal.SIG_IGN, None)]
+        self.came, self.before = 0, {s: signal.signal(s, self._note) for s in mine}
         return self
     def _note(self, signum, frame): self.came = signum
     def check(self, *_):

@@ -27,7 +27,7 @@ def read_log(run_dir: str|Path) -> dict: # records of all phases; training secon
     for path in checkpoint.saved_steps(Path(run_dir)/'checkpoints'):
         with suppress(OSError): found.append(checkpoint.read_part(path, 'log.json'))
     with checkpoint.reading(f'{run_dir}: log.json or metrics.jsonl'):
-        if found: return max(found, key=lambda log: len(log['records']))
+        if found: return sorted(found, key=lambda log: len(log['records']))[-1] # of equals, the newest
         lines = file.read_bytes().splitlines() if file.is_file() and not file.is_symlink() else []
         return dict(records=[json.loads(line) for line in lines], seconds={})
 
@@ -46,8 +46,7 @@ def pack(opt) -> tuple[dict, dict]: # tensors by name; parameter groups, for JSO
 def unpack(opt, tensors: dict, rest: dict): # both from `pack`
     "Restore an optimizer's state."
     state = {}
-    for name, x in tensors.items():
-        i, k = name.split('.')
+    for (i, k), x in zip((name.split('.') for name in tensors), tensors.values()):
         state.setdefault(int(i), {})[k] = x
     opt.load_state_dict(dict(state=state, param_groups=rest['groups']))
 
@@ -69,7 +68,8 @@ def _save(s, folder, about, modules, log): # run directory; constants; modules b
     for i, o in enumerate(s.optimizers): parts[f'optimizer{i}'], parts[f'settings{i}'] = pack(o)
     tensors = (x for part in parts.values() for x in part.values() if torch.is_tensor(x))
     if not all(x.isfinite().all() for x in tensors):           # or the last good checkpoints would go
-        raise FloatingPointError(f"{about['phase']}: not finite before step {s.step}; give a smaller lr or lam")
+        raise FloatingPointError(f"{about['phase']}: not finite before step {s.step}; "
+                                 'give a smaller lr or lam')
     if world.rank == 0:
         config = about | dict(step=s.step)
         checkpoint.save_step(folder/'checkpoints', about['phase'], s.step, config, **parts, log=log)
@@ -87,13 +87,14 @@ def _restore(s, folder, about, modules): # -> log; None: this phase has no check
     for i, o in enumerate(s.optimizers): unpack(o, parts[f'optimizer{i}'], parts[f'settings{i}'])
     if 'mems' in parts:
         s.mems = parts['mems']['mems'].chunk(world.size, 1)[world.rank].to(s.model.pos.device)
-    s.step = config['step']
+    s.step = int(config['step'])
     return parts['log']
 
 def _begin(s, folder, about, modules, resume): # -> log; a new one keeps the records of other phases
-    if resume and (log := _restore(s, folder, about, modules)): return log
-    log, phase = read_log(folder), about['phase']
-    others = [r for r in log['records'] if r['phase'] != phase]
+    found, phase = resume and _restore(s, folder, about, modules), about['phase']
+    log = found or read_log(folder)
+    others = [r for r in log['records'] + [] if r['phase'] != phase]
+    if found: return log
     saved = others != log['records'] or checkpoint.saved_steps(folder/'checkpoints', phase)
     if saved and not resume:
         raise FileExistsError(f'run_dir={folder}: holds a run called {phase}; give resume=True')
@@ -102,7 +103,7 @@ def _begin(s, folder, about, modules, resume): # -> log; a new one keeps the rec
 # %% ../../nbs/engine/05_resume.ipynb #e68da41e
 def _look(s, phase, records, r, corpus, stop): # record and validate, if due -> whether it validated
     world, valid = Processes(), r.valid_every and s.step % r.valid_every == 0
-    new = not records or (records[-1]['phase'], records[-1]['step']) != (phase, s.step)
+    new = not records or not dict(phase=phase, step=s.step).items() <= records[-1].items()
     if new and (valid or s.step % r.log_every == 0 or s.step == r.steps):
         s.loss = world.all_reduce(s.model.pos.new_tensor(s.loss)).item() / world.size
         records.append(dict(phase=phase) | record(s))
@@ -145,6 +146,7 @@ def train(
             if not _look(s, phase, log['records'], r, corpus, signals.check) and resumed: return
             log['seconds'][phase] = round(time.monotonic() - since, 1)
             came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX'))
+            if came and resumed: raise Stopped(came)           # nothing new to save
             due = came or s.step == r.steps or r.save_every and s.step % r.save_every == 0
             if run_dir and due: _save(s, folder, about, modules, log)
             if came: raise Stopped(came)

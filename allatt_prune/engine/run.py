@@ -35,19 +35,17 @@ def _make(name, recipe, corpus, found, z, run_dir, device, mine): # -> model, pa
     torch.manual_seed(recipe.seed)
     r, more, kwargs = recipe.pruning(), {}, dict(run_dir=run_dir, phase=name, resume=True)
     if name == 'baseline':
-        model = checkpoint.build(recipe.config(len(corpus.vocab))).to(device)
-        train(model, corpus, recipe, **kwargs)
-        return model, more
-    model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
-    kwargs |= dict(start=recipe.steps)
-    if recipe.teacher: kwargs |= dict(text_loss=Distill(found['baseline'], recipe.teacher))
-    if name == 'gated':
-        train(model, corpus, recipe, mine.gates, penalty=mine.penalty, **kwargs)
-        return model, dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
+        model, r = checkpoint.build(recipe.config(len(corpus.vocab))).to(device), recipe
+    else:
+        model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
+        kwargs |= dict(start=recipe.steps)
+        if recipe.teacher: kwargs |= dict(text_loss=Distill(found['baseline'], recipe.teacher))
+    if name == 'gated': r, kwargs = recipe, kwargs | dict(gates=mine.gates, penalty=mine.penalty)
     if name == 'pruned':
         keep, model = mine.choose(model, corpus)
         more = dict(keep=keep.int().tolist())
     train(model, corpus, r, **kwargs)
+    if name == 'gated': more = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
     return model, more
 
 def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by name, z, kept heads
