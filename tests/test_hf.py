@@ -151,7 +151,7 @@ def test_train_gates(kind):
                       ('steps=0: give', lambda: hf.train_gates(model, batches, .5, steps=0)),
                       ('units=head: give one of heads', lambda: open_units(batches, .5, 'head')),
                       ('with input_ids', lambda: open_units([dict(ids=IDS)], .5))):
-        with pytest.raises((AssertionError, ValueError), match=said): ask()
+        with pytest.raises(ValueError, match=said): ask()
     gates = hf.train_gates(small, batches, .75, steps=12) # a pruned model loses more
     assert gates.open_mask().sum() == 3 and not (gates.open_mask() & ~half).any()
     assert model.training and same(model, before) and all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -189,10 +189,10 @@ def test_wrong_numbers_are_refused():
                       ('give a loss', lambda: score(bert, plain | dict(labels=torch.rand(3)), 'taylor')),
                       ('give a loss', lambda: score(bert, plain | dict(start_positions=IDS[:, 0]), 'taylor')),
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
-        with pytest.raises((ValueError, AssertionError), match=said): ask()
-    for ask in (lambda: score(bert.train(), [], 'output_difference'),
-                lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1)))):
-        with pytest.raises(AssertionError): ask()
+        with pytest.raises(ValueError, match=said): ask()
+    for said, ask in (('batches: none', lambda: score(bert.train(), [], 'output_difference')),
+                      ('model=t5: unknown', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
+        with pytest.raises(ValueError, match=said): ask()
     assert bert.training and torch.equal(score(bert, plain, 'entropy'), score(bert, x, 'entropy'))
 
 def test_a_removed_model_is_a_model_like_any_other(tmp_path):
@@ -214,7 +214,7 @@ def test_a_removed_model_is_a_model_like_any_other(tmp_path):
     (tmp_path/'README.md').write_text('mine')
     small.save_pretrained(tmp_path)
     assert (tmp_path/'README.md').read_text() == 'mine'
-    with pytest.raises(AssertionError, match='push_to_hub'): small.save_pretrained(tmp_path, push_to_hub=True)
+    with pytest.raises(ValueError, match='push_to_hub'): small.save_pretrained(tmp_path, push_to_hub=True)
     small.distilbert.save_pretrained(tmp_path/'base')
     assert torch.equal(hidden(transformers.AutoModel.from_pretrained(tmp_path/'base')), hidden(small))
     assert (tmp_path/'base/modeling_allatt_prune.py').read_text() == (tmp_path/'modeling_allatt_prune.py').read_text()
