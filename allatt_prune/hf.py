@@ -15,7 +15,8 @@ from unittest import mock
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from tqdm import trange
-from .hf_heads import check, check_once, masked, outputs, plain, present, remove_heads, shape, split
+from .hf_heads import (KINDS, check, check_once, masked, outputs, plain, present, remove_heads,
+                                   shape, split)
 from .hf_models import (PRUNED, add_architecture, architecture, attentions, layers, projections,
                                     weight_rows)
 from .importance import keep_mask
@@ -29,16 +30,16 @@ def is_causal(model) -> bool:
     whole = transformers.CONFIG_MAPPING[model.config.model_type.removeprefix(PRUNED)]
     return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(whole, ()))
 
-def _distances(model, x): # batch -> (n) distances to the whole model, summed over tokens; (n) their numbers
+def _distances(model, x): # as `_losses`: to the whole model's outputs
     found = []
     for name, out in outputs(model, x).items():
         whole, real = x['whole'][name], x.get('attention_mask')
-        if name.startswith(('start', 'end')): out, whole = out * real, whole * real # one vector of all tokens
+        if name.startswith(('start', 'end')): out, whole = out * real, whole * real # over tokens
         found.append((out - whole).square().sum(-1) / whole.square().sum(-1).clamp(min=1e-30))
     per_token = [d for d in found if d.dim() > 1]
     if not per_token: return sum(found) / len(found), torch.ones_like(found[0])
     if real is None or real.shape != per_token[0].shape: real = torch.ones_like(per_token[0])
-    n = real.flatten(1).sum(1)                                 # a vector of a row counts as all of its tokens
+    n = real.flatten(1).sum(1)                                 # an output per row counts as often
     return sum((d * real).flatten(1).sum(1) if d.dim() > 1 else d * n for d in found) / len(found), n
 
 def _losses(model, x): # batch -> (n) losses, summed over labels or tokens; (n) their numbers
@@ -62,11 +63,12 @@ class HFHeads:
         self.first, self.below = 0, {}                         # of `mean_loss`
     @torch.no_grad()
     def complete(self, x): # batch -> with mask and labels or target, on the model's device
-        if not torch.is_tensor(x.get(self.main)): raise ValueError(f'batches: give dicts of tensors, with {self.main}')
-        odd = [name for name, v in x.items() if name in self.takes and not torch.is_tensor(v)]
-        if odd: raise ValueError(f'{odd[0]}={type(x[odd[0]]).__name__}: not a tensor')
+        if self.main not in x: raise ValueError(f'batches: give dicts of tensors, with {self.main}')
+        for name, v in x.items(): # others are for a loss of your own
+            if name in self.takes and not torch.is_tensor(v):
+                raise ValueError(f'{name}={type(v).__name__}: give a tensor')
         x = {name: v.to(self.model.device) if torch.is_tensor(v) else v for name, v in x.items()}
-        if self.main == 'input_ids': x = self.placed({'attention_mask': torch.ones_like(x[self.main])} | x)
+        if self.main == 'input_ids': x = self.placed(dict(attention_mask=x[self.main] * 0 + 1) | x)
         if self.loss: return x
         odd = 'labels' in x and (x['labels'].is_floating_point() or self.model.config.num_labels == 1)
         if odd or {'label', 'label_ids', 'start_positions'} & {*x}:
@@ -91,7 +93,8 @@ class HFHeads:
         with masked(self.model, lambda: z, self.units):
             if self.loss: return self.loss(self.model, x).reshape(1), torch.ones(1)
             return _losses(self.model, x)
-    def rows(self, x): return x[self.main].shape[:-1].numel() if self.main == 'input_ids' else len(x[self.main])
+    def rows(self, x): # of a batch
+        return x[self.main].shape[:-1].numel() if self.main == 'input_ids' else len(x[self.main])
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
         for i, x in enumerate(self.read()):
@@ -121,9 +124,11 @@ class HFHeads:
         with ExitStack() as hooks, torch.no_grad():
             for handle in (*handles, masked(self.model, z, self.units)): hooks.enter_context(handle)
             for x in self.read():
-                self.mask = rearrange(x['attention_mask'], '... t -> (...) t') if self.main == 'input_ids' else None
+                self.mask = x.get('attention_mask') if self.main == 'input_ids' else None
                 outputs(self.model, x)
-    def real(self, x): return torch.ones_like(x, dtype=torch.bool) if self.mask is None else self.mask.bool() # (b t)
+    def real(self, x): # (b t), True for tokens that are there
+        mask = torch.ones_like(x) if self.mask is None else rearrange(self.mask, '... t -> (...) t')
+        return mask.bool()
     def outputs(self, look, z=None):
         def see(i, f, args): look(i, args[0][self.real(args[0][..., 0])])
         fs = [f for *_, f in projections(self.model, self.kind)]
@@ -162,7 +167,7 @@ class HFHeads:
 # %% ../nbs/beyond/07_hf.ipynb #795427b5
 def train_gates(
     model, # its weights are not changed
-    batches, # dicts of tensors: input_ids, attention_mask, labels; cycled through, `steps` at most are read
+    batches, # dicts of tensors: input_ids, attention_mask, labels; cycled through; reads `steps` at most
     sparsity: float, # share of the whole model's units to remove; with `both`, share of their parameters
     units: str = 'heads', group: int = 64, # as for `shape`
     *, steps: int = 300, # at most
@@ -176,11 +181,12 @@ def train_gates(
     if not isinstance(batches, Mapping): batches = islice(batches or (), steps)
     heads = HFHeads(model, batches, units, group, loss)
     data, device = heads.read(), heads.model.device
-    check_once(heads.model, dict.fromkeys(split(heads.model, heads.there, units), False), data[0])
+    check_once(heads.model, KINDS[units], data[0])
     costs = heads.costs().expand(heads.shape)
     choose = partial(keep_mask, sparsity=sparsity, costs=costs if units == 'both' else None)
     same, keep, slope = 0, heads.there, False
-    if (choose(keep.float()) > keep).any(): raise ValueError(f'sparsity={sparsity}: more is gone already')
+    gone = (choose(keep.float()) > keep).any()
+    if gone: raise ValueError(f'sparsity={sparsity}: more is gone already')
     gates = TargetGates(*heads.shape, keep=0, scale=False)     # the number is set at the end
     gates.log_alpha.data[~keep] = -100.                        # removed before
     penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(device)
@@ -197,7 +203,8 @@ def train_gates(
             if found is None: raise ValueError('loss: it ignores the gates')
             slope = slope or bool(found.any())
             cost = penalty(gates, step)
-            gates.log_alpha.grad, = torch.autograd.grad((z, cost), gates.log_alpha, (found, torch.ones_like(cost)))
+            grads = torch.autograd.grad((z, cost), gates.log_alpha, (found, torch.ones_like(cost)))
+            gates.log_alpha.grad = grads[0]
             optimizer.step()
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0

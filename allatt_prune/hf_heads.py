@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (Pruned, architecture, attentions, layers, n_heads, projections, pruned_class,
-                                    shrink, stack_of, weight_rows)
+from .hf_models import (Pruned, architecture, at, attentions, layers, n_heads, projections, pruned_class,
+                                    shrink, weight_rows)
 from .model import wide
 from .remove import mask_and_z, per_head, unwrapped
 from .train import evaluating
@@ -24,12 +24,12 @@ def plain(model) -> transformers.PreTrainedModel:
     "Unwrap a model. ValueError if it has adapters around it, or parts that skip hooks."
     model = unwrapped(model)
     if not isinstance(model, transformers.PreTrainedModel):
-        raise ValueError(f'model={type(model).__name__}: not of transformers; merge adapters, undo tracing')
+        raise ValueError(f'model={type(model).__name__}: not a plain one; merge adapters')
     for name, m in model.named_modules():
         f = vars(m).get('forward', m.forward)                  # bound, compiled, or of accelerate
         own = getattr(f, '__self__', m if hasattr(f, '_torchdynamo_orig_callable') else None) is m
         if hasattr(m, '_orig_mod') or not own and not isinstance(f, partial):
-            raise ValueError(f'model: {name or "forward"} is traced, replaced or compiled; use the plain one')
+            raise ValueError(f'model: {name or "forward"} is traced or replaced; give the plain one')
     return model
 
 def shape(
@@ -46,7 +46,7 @@ def shape(
     if not groups:
         width = weight_rows(projections(model, 'neurons')[0][-1]).shape[1]
         if columns: group = width // max(columns - h, 1)
-        if group < 1 or width % group: raise ValueError(f'group={group}: does not divide {width} neurons')
+        if group < 1 or width % group: raise ValueError(f'group={group}: does not divide {width}')
         groups = width // group
     return len(layers(model)), h + groups
 
@@ -79,9 +79,9 @@ def masked(
         return
     model, units = unwrapped(model), getattr(z, 'units', units)
     model = plain(model.get_base_model() if hasattr(model, 'get_base_model') else model) # of PEFT
-    stack = stack_of(model)
+    stack = at(model.base_model, architecture(model.config).layers.rpartition('.')[0]) # runs the layers
     some = any(stay != [] for kind in KINDS[units] for stay in left(model, kind))
-    now = dict(z=None, met=0)                                  # of this pass: multipliers, hooks that ran
+    now = dict(z=None, met=0)                                  # multipliers, hooks run
     def sized(z): # (l n) or (l b n), with one number per unit
         per_head(z if z.dim() < 3 else z[:, 0], 'z', shape(model, units, columns=z.shape[-1]))
         return z
@@ -92,10 +92,10 @@ def masked(
         if isinstance(z, nn.Module): z.train(stack.training)
         now.update(z=sized(z()) if callable(z) else mask, met=0)
     def ends(module, args, out):
-        if some and not now['met']: raise ValueError('model: its layers skip hooks; give a plain, untraced one')
+        if some and not now['met']: raise ValueError('model: its layers skip hooks; give a plain one')
         now['z'] = None
-    def again(checkpoint, f, *args, **kwargs): # a layer that is run again meets the draw of its first run
-        own = now['z']
+    def again(checkpoint, f, *args, **kwargs):
+        own = now['z']                                         # a layer run again meets this
         def run(*args, **kwargs):
             before, now['z'] = now['z'], own
             try: return f(*args, **kwargs)
@@ -155,7 +155,8 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
 def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does not take are left out
     "Logits or vectors of a batch, by name. With labels, the model would compute a loss."
     names = inspect.signature(type(model).forward).parameters.keys() - {'labels'}
-    out = model(**{name: v.to(model.device) for name, v in x.items() if name in names and torch.is_tensor(v)})
+    given = {name: v for name, v in x.items() if name in names and torch.is_tensor(v)}
+    out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else enumerate(out)
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
     if len(out) > 1: out.pop('pooler_output', None)            # made of the others
@@ -164,7 +165,7 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
 @torch.no_grad()
 def check(
     model, batch, # its weights are not changed; dict of tensors
-    *, empty: dict|None = None # by kind of unit: also empty the last layer? None: both kinds, True
+    kinds: list[str]|None = None # of units: heads, neurons; None: those in the row of its type
 ):
     "Raise ValueError unless the pruned model, also when saved and loaded, equals the masked one."
     model, bars = plain(model), transformers.utils.logging
@@ -174,10 +175,10 @@ def check(
         if bars.is_progress_bar_enabled(): after.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
         whole, row = outputs(model, batch), architecture(model.config)
-        for kind, last in (empty or {kind: True for kind in KINDS['both'] if getattr(row, kind)}).items():
+        for kind in kinds or [kind for kind in KINDS['both'] if getattr(row, kind)]:
             l, n = shape(model, kind, 1)
             i, j = torch.arange(l)[:, None], torch.arange(n)
-            keep = present(model, kind, n) & ((i + j) % 3 > 0) & ((i < l - 1) | (not last))
+            keep = present(model, kind, n) & ((i + j) % 3 > 0) & ((i < l - 1) | (l == 1))
             z = keep * (.5 + j / n)
             with masked(model, z, kind): want = outputs(model, batch)
             effect = apart(want, whole)
@@ -189,14 +190,15 @@ def check(
                         small.save_pretrained(folder)
                         small = type(small).from_pretrained(folder, dtype=model.dtype)
                     gap = apart(outputs(small, batch), want)
-                except Exception as e: raise ValueError(f'{said}{e}; is its row right?'.replace('\n', ' ')) from e
+                except Exception as e:
+                    raise ValueError(f'{said}{e}; is its row right?'.replace('\n', ' ')) from e
                 if not gap < effect / 100:
-                    raise ValueError(f'{said}{gap:.2g} from the masked model, {effect:.2g} by the mask; is its row right?')
+                    raise ValueError(f'{said}{gap:.2g} from masked, of {effect:.2g}; is its row right?')
 
 # %% ../nbs/beyond/06_hf_heads.ipynb #c4ec4001
 def _small(config): # -> dict of a configuration with the same flags and number of heads, but small
     found = config.to_dict()
-    found |= {k: _small(x) for k, x in vars(config).items() if isinstance(x, transformers.PreTrainedConfig)}
+    found |= {k: _small(x) for k, x in vars(config).items() if hasattr(x, 'get_text_config')}
     names = 'num_attention_heads', 'hidden_size', 'num_hidden_layers', 'head_dim', 'intermediate_size'
     h, c, l, d, f = (getattr(config, name, None) for name in names)
     if not h: return found                                     # of several models
@@ -224,22 +226,23 @@ def _random(whole, config): # a small model, a batch
         return net, _batch(net)
 
 _MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8)
-_OWN = 'kept_heads kept_neurons neuron_groups auto_map model_type quantization_config _name_or_path'.split()
+_OWN = 'kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config'
 _CHECKED = set()
 
 @torch.no_grad()
-def check_once(model, empty: dict, batch=None): # as for `check`; batch for `model` if nothing smaller works
+def check_once(model, kinds: list[str], batch=None): # batch: for `model`, if nothing smaller works
     "Check a small random model of the same configuration, or else the model itself."
-    classes = [next(c for c in type(m).__mro__ if not issubclass(c, Pruned)) for m in (model, model.base_model)]
+    types = type(model).__mro__, type(model.base_model).__mro__
+    classes = [next(c for c in mro if not issubclass(c, Pruned)) for mro in types]
     own = {name: x for name, x in model.config.to_dict().items() if name not in _OWN}
-    key = repr((classes, own, architecture(model.config), empty))
+    key = repr((classes, own, architecture(model.config), kinds))
     if key in _CHECKED: return
-    for make in (*(partial(_random, c, model.config) for c in classes), lambda: (model, batch or _batch(model))):
+    for whole in (*classes, None):
         try:
-            net, x = make()
+            net, x = _random(whole, model.config) if whole else (model, batch or _batch(model))
             with evaluating(net): outputs(net, x)
         except Exception: continue
-        check(net, x, empty=empty)
+        check(net, x, kinds)
         return _CHECKED.add(key)
     warnings.warn(f'model={model.config.model_type}: could not be checked; give hf.check a batch')
 
@@ -257,11 +260,7 @@ def remove_heads(
         raise ValueError('model: has offloaded weights or adapters; load or merge them first')
     mask = torch.as_tensor(keep.open_mask() if hasattr(keep, 'open_mask') else keep)
     keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=mask.shape[-1])))
-    there, empty = present(model, units, keep.shape[1]), {}
-    if (keep & ~there).any(): raise ValueError('keep: some of these were removed before')
-    for (kind, was), stay in zip(split(model, there, units).items(), split(model, keep, units).values()):
-        empty[kind] = bool((was.any(1) & ~stay.any(1)).any())
-        for fs, some in zip(projections(model, kind), was.any(1)):
-            if some: [weight_rows(f) for f in fs]              # refused before anything is changed
-    check_once(model, empty)
+    if (keep & ~present(model, units, keep.shape[1])).any():
+        raise ValueError('keep: some of these were removed before')
+    check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)

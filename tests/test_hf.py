@@ -191,7 +191,7 @@ def test_wrong_numbers_are_refused():
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
         with pytest.raises(ValueError, match=said): ask()
     for said, ask in (('batches: none', lambda: score(bert.train(), [], 'output_difference')),
-                      ('model=t5: unknown', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
+                      ('model=t5: give its row', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
         with pytest.raises(ValueError, match=said): ask()
     assert bert.training and torch.equal(score(bert, plain, 'entropy'), score(bert, x, 'entropy'))
 
