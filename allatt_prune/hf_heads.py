@@ -126,7 +126,10 @@ def masked(
 # %% ../nbs/beyond/06_hf_heads.ipynb #c07a1e05
 def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers -> the pruned model
     there = present(model, units, keep.shape[1])
-    small = model if inplace else copy.deepcopy(model)
+    for kind, was in split(model, there, units).items():       # refuse before anything is changed
+        for fs, some in zip(projections(model, kind), was.any(1)): [weight_rows(f) for f in fs if some]
+    try: small = model if inplace else copy.deepcopy(model)
+    except RuntimeError as e: raise ValueError('model: hooks compute its weights; make them plain') from e
     old, own = small.config, copy.deepcopy(small.config)
     for m in small.modules():                                  # other models may share the old one
         if getattr(m, 'config', None) is old: m.config = own

@@ -106,7 +106,6 @@ def shrink(
     row = architecture(model.config)
     blocks, sizes = (row.blocks, row.sizes.split()) if kind == 'heads' else (1, [])
     paths = getattr(row, kind).split()
-    for fs, n in zip(projections(model, kind), counts): [weight_rows(f) for f in fs if n] # or refuse now
     for layer, attn, stay, n in zip(layers(model), attentions(model), kept, counts, strict=True):
         if not n: continue                                     # emptied before
         for name in sizes: setattr(attn, name, getattr(attn, name) // n * max(len(stay), 1))
