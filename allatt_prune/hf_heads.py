@@ -175,6 +175,7 @@ def check(
     if model.dtype.itemsize < 4: model = copy.deepcopy(model).float()
     def apart(a, b): return max(float((x.cpu() - b[name].cpu()).abs().max()) for name, x in a.items())
     with evaluating(model), tempfile.TemporaryDirectory() as folder, ExitStack() as after:
+        after.enter_context(torch.random.fork_rng(devices=[]))
         if bars.is_progress_bar_enabled(): after.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
         whole, row = outputs(model, batch), architecture(model.config)
