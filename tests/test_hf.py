@@ -4,7 +4,7 @@ from functools import partial
 import pytest, torch
 transformers = pytest.importorskip('transformers')
 from torch.nn.functional import cross_entropy, pad
-from allatt_prune import hf, hf_heads, hf_models, importance
+from allatt_prune import hf, hf_heads, hf_models, importance, LM, LMConfig, remove_heads
 from allatt_prune.gates import HeadGates
 from allatt_prune.importance import METHODS as ALL_METHODS, STATISTICS, attention_statistics, keep_mask, score
 from allatt_prune.repair import REPAIRS, least_squares
@@ -648,6 +648,11 @@ def test_weights_that_something_computes_are_refused():
                 with pytest.raises(ValueError) as e: hf.remove_heads(model, KEEP, inplace=inplace)
                 assert '\n' not in str(e.value) and len(str(e.value)) < 100
                 assert model.config.model_type == 'bert' and projections(model)[1].in_features == 32 # as it was
+    for way in (lambda f: prune.l1_unstructured(f, 'weight', .5), weight_norm, parametrizations.weight_norm):
+        for part in ('wq', 'wo'): # of the package's own models
+            own = LM(LMConfig(vocab=10, n_layer=2, d_model=16, n_head=4, n_persistent=4, seg_len=8, mem_len=8))
+            way(getattr(own.layers[0].attn, part))
+            with pytest.raises(ValueError, match='hooks compute its weights'): remove_heads(own, torch.ones(2, 4))
 
 def test_adapters():
     peft = pytest.importorskip('peft')
