@@ -6,20 +6,21 @@
 __all__ = ['is_causal', 'HFHeads', 'train_gates']
 
 # %% ../nbs/beyond/07_hf.ipynb #7a93be8a
-import math
+import inspect, math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from unittest import mock
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from tqdm import trange
-from .hf_heads import masked, present, remove_heads, shape, split
+from .hf_heads import (KINDS, check, check_once, masked, outputs, plain, present, remove_heads,
+                                   shape, split)
 from .hf_models import (PRUNED, add_architecture, architecture, attentions, layers, projections,
                                     weight_rows)
 from .importance import keep_mask
 from .model import wide
-from .remove import unwrapped
 from .targets import Target, TargetGates
 from .train import evaluating
 
@@ -29,15 +30,21 @@ def is_causal(model) -> bool:
     whole = transformers.CONFIG_MAPPING[model.config.model_type.removeprefix(PRUNED)]
     return isinstance(model, transformers.AutoModelForCausalLM._model_mapping.get(whole, ()))
 
-def _outputs(model, x): # logits or vectors; with labels, the model would compute a loss
-    return wide(model(**{name: v for name, v in x.items() if name not in ('labels', 'whole')})[0])
+def _distances(model, x): # as `_losses`: to the whole model's outputs
+    found = []
+    for name, out in outputs(model, x).items():
+        whole, real = x['whole'][name], x.get('attention_mask')
+        if name.startswith(('start', 'end')): out, whole = out * real, whole * real # over tokens
+        found.append((out - whole).square().sum(-1) / whole.square().sum(-1).clamp(min=1e-30))
+    per_token = [d for d in found if d.dim() > 1]
+    if not per_token: return sum(found) / len(found), torch.ones_like(found[0])
+    if real is None or real.shape != per_token[0].shape: real = torch.ones_like(per_token[0])
+    n = real.flatten(1).sum(1)                                 # an output per row counts as often
+    return sum((d * real).flatten(1).sum(1) if d.dim() > 1 else d * n for d in found) / len(found), n
 
 def _losses(model, x): # batch -> (n) losses, summed over labels or tokens; (n) their numbers
-    out = _outputs(model, x)
-    if 'whole' in x:                                           # distance to the whole model
-        d, real = (out - x['whole']).square().sum(-1) / x['whole'].square().sum(-1), x['attention_mask']
-        return (d, torch.ones_like(d)) if d.dim() == 1 else ((d * real).sum(1), real.sum(1))
-    y, n = x['labels'], len(x['labels'])
+    if 'whole' in x: return _distances(model, x)
+    out, y, n = next(iter(outputs(model, x).values())), x['labels'], len(x['labels'])
     if is_causal(model): out, y = out[:, :-1], y[:, 1:]
     loss = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction='none') # -100 is ignored
     return tuple(reduce(v, '(n m) -> n', 'sum', n=n) for v in (loss, y.flatten() != -100))
@@ -46,8 +53,9 @@ def _losses(model, x): # batch -> (n) losses, summed over labels or tokens; (n) 
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
-        self.model, self.units, self.loss = unwrapped(model), units, loss
-        self.shape = shape(model, units, group)
+        self.model, self.units, self.loss = plain(model), units, loss
+        self.shape, self.main = shape(model, units, group), self.model.main_input_name
+        self.takes = inspect.signature(type(self.model).forward).parameters
         self.there = present(self.model, units, self.shape[1])
         self.batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
         if len({'labels' in x for x in self.batches}) > 1: raise ValueError('labels: not in all batches')
@@ -55,9 +63,12 @@ class HFHeads:
         self.first, self.below = 0, {}                         # of `mean_loss`
     @torch.no_grad()
     def complete(self, x): # batch -> with mask and labels or target, on the model's device
-        assert 'input_ids' in x, 'batches: give dicts of tensors, with input_ids'
-        x = {name: v.to(self.model.device) for name, v in x.items()}
-        x = {'attention_mask': torch.ones_like(x['input_ids'])} | x
+        if self.main not in x: raise ValueError(f'batches: give dicts of tensors, with {self.main}')
+        for name, v in x.items(): # others are for a loss of your own
+            if name in self.takes and not torch.is_tensor(v):
+                raise ValueError(f'{name}={type(v).__name__}: give a tensor')
+        x = {name: v.to(self.model.device) if torch.is_tensor(v) else v for name, v in x.items()}
+        if self.main == 'input_ids': x = self.placed(dict(attention_mask=x[self.main] * 0 + 1) | x)
         if self.loss: return x
         odd = 'labels' in x and (x['labels'].is_floating_point() or self.model.config.num_labels == 1)
         if odd or {'label', 'label_ids', 'start_positions'} & {*x}:
@@ -66,24 +77,34 @@ class HFHeads:
             real = x['attention_mask'] * F.pad(x['attention_mask'], (1, 0))[:, :-1] # not from padding
             return dict(labels=x['input_ids'].masked_fill(real == 0, -100)) | x
         if 'labels' in x: return x
-        with evaluating(self.model): return x | dict(whole=_outputs(self.model, x))
+        with evaluating(self.model), masked(self.model, torch.ones(self.shape), self.units):
+            return x | dict(whole=outputs(self.model, x))
+    def placed(self, x): # batch -> with positions, if there is padding on the left
+        mask = x['attention_mask'].long()
+        if 'position_ids' in x or 'position_ids' not in self.takes or (mask.diff() <= 0).all(): return x
+        first = [f.padding_idx + 1 for name, f in self.model.named_modules() # of RoBERTa and relatives
+                 if name.endswith('position_embeddings') and f.padding_idx is not None] or [0]
+        return x | dict(position_ids=(mask.cumsum(-1) * mask + first[0] - 1).clamp(min=0))
     def read(self):
-        assert self.batches, 'batches=None: give dicts of tensors: input_ids, attention_mask, labels'
-        return self.batches
+        if self.batches: return self.batches
+        raise ValueError(f'batches: none; give dicts of tensors: {self.main}, labels')
     def measured(self, x, z): # batch, masked by z (l m n) -> losses, label counts
-        z = z.repeat_interleave(x['input_ids'].shape[:-1].numel() // z.shape[1], 1) # for each row
+        z = z.repeat_interleave(self.rows(x) // z.shape[1], 1) # for each row
         with masked(self.model, lambda: z, self.units):
             if self.loss: return self.loss(self.model, x).reshape(1), torch.ones(1)
             return _losses(self.model, x)
+    def rows(self, x): # of a batch
+        return x[self.main].shape[:-1].numel() if self.main == 'input_ids' else len(x[self.main])
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
         for i, x in enumerate(self.read()):
             self.now = i
-            own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x['input_ids']))
+            own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x[self.main]))
             yield *self.measured(x, own), own
     @torch.no_grad()
     def mean_loss(self, z=None, first=0): # over labels, in evaluation mode; `first` as in `LMHeads`
-        first = 0 if self.loss else first                      # layers below are computed once per batch
+        last = int(self.there.any(1).nonzero().max())          # a mask needs to meet units
+        first = 0 if self.loss else min(first, last)           # layers below are computed once per batch
         if first < self.first: self.below = {}                # by batch: number and output of a layer
         self.first = first
         def reused(n, compute, *args, **kwargs):
@@ -96,23 +117,27 @@ class HFHeads:
         return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
     @property
     def kind(self): # for methods that look inside layers
-        assert self.there.all() and self.units != 'both', 'units: heads or neurons of a whole model'
-        return self.units
+        if self.there.all() and self.units != 'both': return self.units
+        raise ValueError('units: not heads or neurons of a whole model')
     def _watch(self, z, handles): # read all batches under these hooks; they run before the mask
+        z = torch.ones(self.shape) if z is None else z
         with ExitStack() as hooks, torch.no_grad():
             for handle in (*handles, masked(self.model, z, self.units)): hooks.enter_context(handle)
             for x in self.read():
-                self.real = rearrange(x['attention_mask'], '... t -> (...) t').bool()
-                _outputs(self.model, x)
+                self.mask = x.get('attention_mask') if self.main == 'input_ids' else None
+                outputs(self.model, x)
+    def real(self, x): # (b t), True for tokens that are there
+        mask = torch.ones_like(x) if self.mask is None else rearrange(self.mask, '... t -> (...) t')
+        return mask.bool()
     def outputs(self, look, z=None):
-        def see(i, f, args): look(i, args[0][self.real])
+        def see(i, f, args): look(i, args[0][self.real(args[0][..., 0])])
         fs = [f for *_, f in projections(self.model, self.kind)]
         self._watch(z, [f.register_forward_pre_hook(partial(see, i)) for i, f in enumerate(fs)])
     def attention(self, look, z=None):
-        assert self.kind == 'heads', 'neurons do not attend'
+        if self.kind != 'heads': raise ValueError('units=neurons: they do not attend')
         h, was = self.shape[1], self.model.config._attn_implementation
         def see(i, attn, args, found): # weights (b hr t s)
-            for p, there in zip(wide(found[1]), self.real):
+            for p, there in zip(wide(found[1]), self.real(found[1][:, 0, :, 0])):
                 t, p = there.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
                 look(i, p[..., there, :][..., there], (t[:, None] - t).abs())
         attns = enumerate(attentions(self.model))
@@ -122,7 +147,7 @@ class HFHeads:
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         f = projections(model or self.model, self.kind)[i][-1] # no weight in a layer without heads
-        return (weight_rows(f).T if hasattr(f, 'weight') else None), f.bias
+        return (weight_rows(f).T if hasattr(f, 'weight') else None), getattr(f, 'bias', None)
     def parameters(self, i):
         *inputs, out = projections(self.model, self.kind)[i]
         blocks = architecture(self.model.config).blocks if self.kind == 'heads' else 1
@@ -142,7 +167,7 @@ class HFHeads:
 # %% ../nbs/beyond/07_hf.ipynb #795427b5
 def train_gates(
     model, # its weights are not changed
-    batches, # dicts of tensors: input_ids, attention_mask, labels; cycled through
+    batches, # dicts of tensors: input_ids, attention_mask, labels; cycled through; reads `steps` at most
     sparsity: float, # share of the whole model's units to remove; with `both`, share of their parameters
     units: str = 'heads', group: int = 64, # as for `shape`
     *, steps: int = 300, # at most
@@ -152,13 +177,16 @@ def train_gates(
     seed: int = 0
 ) -> TargetGates: # frozen
     "Train gates that choose the units to remove. The weights do not change."
-    assert steps > 0, f'steps={steps}: give 1 or more'
+    if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
+    if not isinstance(batches, Mapping): batches = islice(batches or (), steps)
     heads = HFHeads(model, batches, units, group, loss)
     data, device = heads.read(), heads.model.device
+    check_once(heads.model, KINDS[units], data[0])
     costs = heads.costs().expand(heads.shape)
     choose = partial(keep_mask, sparsity=sparsity, costs=costs if units == 'both' else None)
-    same, keep = 0, heads.there
-    assert (choose(keep.float()) <= keep).all(), f'sparsity={sparsity}: more is gone already'
+    same, keep, slope = 0, heads.there, False
+    gone = (choose(keep.float()) > keep).any()
+    if gone: raise ValueError(f'sparsity={sparsity}: more is gone already')
     gates = TargetGates(*heads.shape, keep=0, scale=False)     # the number is set at the end
     gates.log_alpha.data[~keep] = -100.                        # removed before
     penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(device)
@@ -167,16 +195,21 @@ def train_gates(
         torch.manual_seed(seed)
         for step in trange(steps, desc='gates', disable=None):
             x = data[step % len(data)]
-            rows = x['input_ids'].shape[:-1].numel()
-            draws = torch.stack([gates() for _ in range(rows)], 1) # one draw per row
-            losses, n = heads.measured(x, draws)
-            assert n.sum() and losses.requires_grad, 'loss: no label counts, or it ignores the gates'
-            total = losses.sum() / n.sum() + penalty(gates, step)
-            gates.log_alpha.grad = torch.autograd.grad(total, gates.log_alpha)[0]
+            z = torch.stack([gates() for _ in range(heads.rows(x))], 1) # one draw per row
+            losses, n = heads.measured(x, z)
+            if not n.sum(): raise ValueError('loss: no label counts in a batch')
+            task = losses.sum() / n.sum()
+            found = torch.autograd.grad(task, z, allow_unused=True)[0] if task.requires_grad else None
+            if found is None: raise ValueError('loss: it ignores the gates')
+            slope = slope or bool(found.any())
+            cost = penalty(gates, step)
+            grads = torch.autograd.grad((z, cost), gates.log_alpha, (found, torch.ones_like(cost)))
+            gates.log_alpha.grad = grads[0]
             optimizer.step()
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup: break
+    if not slope: raise ValueError('loss: it ignores the gates')
     gates.keep = int(keep.sum())
     gates.units = units                                        # for `remove_heads`
     return gates.freeze().eval()
