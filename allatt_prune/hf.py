@@ -19,7 +19,7 @@ from .hf_heads import (KINDS, check, check_once, masked, outputs, plain, present
                                    shape, split)
 from .hf_models import (PRUNED, add_architecture, architecture, attentions, layers, projections,
                                     weight_rows)
-from .importance import keep_mask
+from .importance import keep_mask, seeded
 from .model import wide
 from .targets import Target, TargetGates
 from .train import evaluating
@@ -191,8 +191,7 @@ def train_gates(
     gates.log_alpha.data[~keep] = -100.                        # removed before
     penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(device)
     optimizer = torch.optim.Adam(gates.to(device).parameters(), lr, betas=(.9, .99))
-    with evaluating(heads.model), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with evaluating(heads.model), seeded(seed):
         for step in trange(steps, desc='gates', disable=None):
             x = data[step % len(data)]
             z = torch.stack([gates() for _ in range(heads.rows(x))], 1) # one draw per row

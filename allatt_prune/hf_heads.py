@@ -14,6 +14,7 @@ from torch import nn, Tensor
 from .hf_models import (Pruned, architecture, at, attentions, layers, n_heads, projections, pruned_class,
                                     shrink, weight_rows)
 from .model import wide
+from .importance import seeded
 from .remove import mask_and_z, per_head, unwrapped
 from .train import evaluating
 
@@ -175,7 +176,7 @@ def check(
     if model.dtype.itemsize < 4: model = copy.deepcopy(model).float()
     def apart(a, b): return max(float((x.cpu() - b[name].cpu()).abs().max()) for name, x in a.items())
     with evaluating(model), tempfile.TemporaryDirectory() as folder, ExitStack() as after:
-        after.enter_context(torch.random.fork_rng(devices=[]))
+        after.enter_context(seeded(0))
         if bars.is_progress_bar_enabled(): after.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
         whole, row = outputs(model, batch), architecture(model.config)
@@ -223,8 +224,7 @@ def _batch(model): # one random row
     return dict(pixel_values=torch.randn(1, cfg.num_channels, cfg.image_size, cfg.image_size))
 
 def _random(whole, config): # a small model, a batch
-    with torch.random.fork_rng(devices=[]), torch.device('cpu'):
-        torch.manual_seed(0)
+    with seeded(0), torch.device('cpu'):
         net = whole(whole.config_class.from_dict(_small(config), attn_implementation='eager'))
         for p in net.parameters(): p += torch.randn_like(p) * (.2 if p.dim() < 2 else p.shape[-1] ** -.5)
         return net, _batch(net)

@@ -234,14 +234,6 @@ def test_a_text_that_changes_while_it_is_read(home, monkeypatch):
         with pytest.raises(DataError, match="corpus=a.txt: .*No such file.*a.txt"): load_corpus('a.txt', unit='raw')
     assert not [*(home/'cache').glob('prepared/*')]
 
-def test_another_library_of_the_same_python(home, monkeypatch):
-    monkeypatch.setattr('sysconfig.get_path', lambda name: str(home/'lib'))
-    made('lib/a.py', '"One sentence of the library."'), made('lib/tests/t.py', '"no text"'), made('lib/site-packages/p.py', '"no text"')
-    one = whole(load_corpus('pydocs'))
-    made('lib/a.py', '"Two sentence of the library."')
-    two = whole(load_corpus('pydocs'))
-    assert 'one sentence of the library' in one and 'two sentence of the library' in two and 'no text' not in one + two
-
 # ---- files and folders of one's own
 
 BAD = [ # what is there, the corpus that is asked for, what the message must say

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
 from .checkpoint import new_folder, read, sweep, write_file
-from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, library, pydocs, shuffled
+from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, pydocs, shuffled
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
 def blocks(
@@ -72,7 +72,7 @@ def _texts(folder, raw): # all texts, in the same order on every machine
 
 def _find(name, unit): # one or three lists of files, default unit
     path = Path(name)
-    if name == 'pydocs': return [[*library().values()]], 'char'
+    if name == 'pydocs': return [], 'char'
     if name in SOURCES: return [], 'char' if len(SOURCES[name][2]) == 1 else 'word' # no files yet
     if path.is_file(): return [[path]], 'char'
     if found := _splits(path): return found
@@ -120,7 +120,7 @@ def load_corpus(
     try:
         parts, usual = _find(name, unit)
         unit, hashes = unit or usual, _hashes(parts)
-        key = json.dumps([8, unit, SOURCES.get(name, hashes), vocab]).encode() # 8: format version
+        key = json.dumps([8, unit, SOURCES.get(name, hashes or sys.version), vocab]).encode() # 8: format version
         def make():
             files = _fetch(name, cache) if name in SOURCES else parts
             texts = [[blocks(f, None if unit == 'word' else 2**22) for f in part] for part in files]
