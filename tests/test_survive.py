@@ -278,6 +278,13 @@ def test_a_stranger_s_run_writes_only_in_its_folder(world, what, there): # each 
     except OSError as e: assert '\n' not in str(e) and name in str(e)
     assert everything(world/'elsewhere') == plant.before and plant.before.keys() >= {str(world/'elsewhere'/name)}
 
+def test_records_behind_a_link_are_not_copied(world):
+    (world/'secret.jsonl').write_text('{"phase": "secret", "step": 1}\n')
+    (world/'linked').mkdir(), (world/'linked'/'metrics.jsonl').symlink_to(world/'secret.jsonl')
+    recipe, text, make = small()
+    train(make(), text, recipe, run_dir='linked')
+    assert {r['phase'] for r in read_log('linked')['records']} == {'baseline'} and 'secret' not in (world/'linked'/'metrics.jsonl').read_text()
+
 def test_a_model_with_outside_names_is_not_pruned(world):
     if not (world/'done').exists(): go('done')
     shutil.copytree(world/'done'/'baseline', world/'evil')

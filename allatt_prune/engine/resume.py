@@ -146,7 +146,6 @@ def train(
             if not _look(s, phase, log['records'], r, corpus, signals.check) and resumed: return
             log['seconds'][phase] = round(time.monotonic() - since, 1)
             came = int(world.all_reduce(model.pos.new_tensor(signals.came), 'MAX'))
-            if came and resumed: raise Stopped(came)           # nothing new to save
             due = came or s.step == r.steps or r.save_every and s.step % r.save_every == 0
             if run_dir and due: _save(s, folder, about, modules, log)
             if came: raise Stopped(came)
