@@ -16,7 +16,7 @@ from .hf_models import (Pruned, architecture, at, attentions, layers, n_heads, p
 from .model import wide
 from .importance import seeded
 from .remove import mask_and_z, per_head, unwrapped
-from .train import evaluating
+from .train import evaluating, same_modes
 
 # %% ../nbs/beyond/06_hf_heads.ipynb #3b5beb40
 KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons']) # of units
@@ -111,6 +111,7 @@ def masked(
         z = z.repeat_interleave(x.shape[-1] // z.shape[-1], -1)
         return ((x * (z if z.dim() == 1 else z[:, None])).to(x.dtype),)
     with ExitStack() as hooks:
+        if isinstance(z, nn.Module): hooks.enter_context(same_modes(z))
         hooks.enter_context(torch.compiler.set_stance('force_eager'))
         hooks.enter_context(stack.register_forward_pre_hook(begins))
         hooks.enter_context(stack.register_forward_hook(ends))

@@ -42,7 +42,7 @@ def segment_job(
     z: Tensor|None = None, # head multipliers (l h); None: all 1
     targets: Tensor|None = None # symbols to score (b T); None: compute all logits
 ) -> Callable[[], Tensor]:
-    "Make a job that reads one segment and returns its logits, or the loss of the targets."
+    "Make a job that reads one segment, in evaluation mode, and returns logits or the loss of targets."
     t, ids = model.cfg.seg_len, ids.to(model.pos.device)
     if targets is not None: targets = targets.to(ids.device)
     mems = _memory(model.eval(), ids[:, :-t], z)
@@ -54,7 +54,7 @@ def train_job(
     model: LM, ids: Tensor, # (b S+T+1) or longer; targets are the next symbols
     dtype: torch.dtype = torch.float32 # bfloat16: autocast
 ) -> Callable[[], Tensor]:
-    "Make a job that does a forward and a backward pass of one segment and returns the loss."
+    "Make a job that does a forward and a backward pass of one segment, in training mode."
     ids, t = ids.to(model.pos.device), model.cfg.seg_len
     with torch.no_grad(): mems = _memory(model, ids[:, :-t-1])
     def job():

@@ -666,3 +666,10 @@ def test_adapters():
     with hf.masked(model, keep): assert (logits(model) - want).abs().max() < 1e-5
     for ask in (lambda: hf.train_gates(model, [BATCH], .25, steps=2), lambda: hf.remove_heads(model, keep)):
         with pytest.raises(ValueError, match='merge adapters'): ask()
+
+def test_a_mask_leaves_its_gates_in_their_mode():
+    model, gates = made('llama').eval(), HeadGates(3, 4)
+    for mode in (True, False):
+        gates.train(mode)
+        with hf.masked(model, gates): model(IDS)
+        assert gates.training == mode and not model.training
