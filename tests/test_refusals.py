@@ -38,7 +38,7 @@ def test_a_setting_takes_its_type(given, kept):
     dict(steps=1.5), dict(steps='9'), dict(steps=True), dict(steps=None), dict(seed=-1), dict(lr=float('nan')), dict(lr=float('inf')), dict(lr=-1e-3),
     dict(lr='fast'), dict(prune_dropout=1), dict(prune_dropout='no'), dict(corpus=3), dict(unit='letter'), dict(optimizer='sgd'), dict(cutoffs=[1.5]),
     dict(cutoffs=3), dict(eval_tokens=1), dict(clip=0), dict(sparsity=1.2), dict(dropout=[.1]), dict(n_head=3), dict(heads=[2]), dict(heads=[3, 1]),
-    dict(heads=[2, -1]), dict(heads=[2, True]), dict(heads=[]), dict(log_every=0), dict(batch=0), dict(gate_init=float('inf'))])
+    dict(heads=[2, -1]), dict(heads=[2, True]), dict(heads=[]), dict(n_layer=10**9), dict(log_every=0), dict(batch=0), dict(gate_init=float('inf'))])
 def test_a_setting_of_another_type_or_range(wrong):
     with pytest.raises(ValueError, match='|'.join(wrong)): replace(TOY, **wrong)
 
@@ -84,6 +84,12 @@ def test_a_text_of_another_vocabulary(tmp_path):
     train(teacher, other, TOY)
     with pytest.raises(DataError): train(model, ours, TOY, text_loss=Distill(teacher))
     with pytest.raises(ValueError, match='knows no vocabulary'): text_for(make(), 'pydocs')
+
+@pytest.mark.parametrize('vocab', [[], 'ab', dict(unit='char'), dict(unit='char', symbols=[1, 2]), dict(unit='char', symbols=3),
+                                   dict(unit=['char'], symbols=['a', 'b']), dict(unit='letter', symbols=['a', 'b'])])
+def test_a_vocabulary_of_another_type(tmp_path, vocab):
+    make(vocab=2).save_pretrained(tmp_path/'model', vocab=vocab)
+    with pytest.raises((OSError, ValueError), match='vocab|unit'): text_for(tmp_path/'model', write(tmp_path, RHYME))
 
 def write(folder, text):
     (folder/'text.txt').write_text(text)

@@ -98,9 +98,12 @@ def text_for(
     corpus: str|Path, cache: str|Path|None = None # as for `load_corpus`
 ) -> Corpus:
     "Load a corpus with a model's unit and vocabulary."
-    saved = model.vocab if isinstance(model, LM) else checkpoint.read_part(model, 'vocab.json')
-    if not saved: raise ValueError('model: knows no vocabulary; train it on a corpus, or set model.vocab')
-    return load_corpus(corpus, cache, saved['unit'], vocab=saved['symbols'])
+    own = isinstance(model, LM)
+    if own and not model.vocab: raise ValueError('model: knows no vocabulary; train it on a corpus first')
+    with checkpoint.reading('vocab.json of the model'):
+        saved = model.vocab if own else checkpoint.read_part(model, 'vocab.json')
+        unit, vocab = saved['unit'], [*map(''.join, saved['symbols'])]
+    return load_corpus(corpus, cache, unit, vocab=vocab)
 
 def _finished(run_dir, models): # rows of a complete run; else None
     with contextlib.suppress(OSError):
