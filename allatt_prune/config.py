@@ -21,7 +21,7 @@ CHOICES = dict(optimizer=['lamb', 'adamw'], dtype=['float32', 'bfloat16'],
 def checked(name: str, kind: type, x): # setting, its type, value -> value of that type
     "Convert a setting to its type. ValueError if that loses something, or if it is out of range."
     # NumPy numbers become Python's, tuples lists and paths text, for JSON
-    x = x.item() if hasattr(x, 'item') else list(x) if type(x) is tuple else x
+    x = x.tolist() if hasattr(x, 'tolist') else list(x) if type(x) is tuple else x
     kinds = get_args(kind) or (kind,)                          # of `list|None`: both
     if str in kinds and isinstance(x, os.PathLike): x = os.fspath(x)
     if int in kinds and type(x) is float and x.is_integer(): x = int(x) # 1e3

@@ -74,9 +74,15 @@ def vocab_hash(unit: str, vocab: list[str]) -> str: # twelve hexadecimal digits
     "Hash of a unit and its symbols."
     return hashlib.sha256(json.dumps([unit, vocab]).encode()).hexdigest()[:12]
 
+def _ids(x, known): # array, hash
+    x = np.asanyarray(x).view(Ids)
+    x.hash = known
+    return x
+
 class Ids(np.ndarray):
     "Ids with the hash of their vocabulary, which slices and copies keep; None: unknown."
     def __array_finalize__(self, whole): self.hash = getattr(whole, 'hash', None)
+    def __reduce__(self): return _ids, (np.asarray(self), self.hash) # for pickle
     def __array_wrap__(self, x, *_): return np.asarray(x)[()]  # arithmetic gives plain numbers
 
 def _symbols(texts, unit, letters): # texts in pieces (for words: lines) -> symbols; counts letters (2,)
@@ -106,9 +112,7 @@ class Corpus:
     lost: float = 0. # share of the letters that became spaces
     def __post_init__(self):
         self.hash = vocab_hash(self.unit, self.vocab)
-        for s in SPLITS:
-            setattr(self, s, np.asanyarray(getattr(self, s)).view(Ids))
-            getattr(self, s).hash = self.hash
+        for s in SPLITS: setattr(self, s, _ids(getattr(self, s), self.hash))
     @classmethod
     def from_texts(cls,
         parts: list, # one, or training, validation, test: lists of texts in pieces (for words: lines)

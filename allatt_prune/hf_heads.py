@@ -162,7 +162,7 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
     names = inspect.signature(type(model).forward).parameters.keys() - {'labels'}
     given = {name: v for name, v in x.items() if name in names and torch.is_tensor(v)}
     out = model(**{name: v.to(model.device) for name, v in given.items()})
-    out = out.items() if hasattr(out, 'items') else enumerate(out)
+    out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
     if len(out) > 1: out.pop('pooler_output', None)            # made of the others
     return out

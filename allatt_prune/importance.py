@@ -229,6 +229,8 @@ def keep_mask(
     scores = torch.as_tensor(scores)
     if scores.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
     if not 0 <= sparsity <= 1: raise ValueError(f'sparsity={sparsity}: not a share; give 0 to 1')
+    if least < 0: raise ValueError(f'least={least}: give 0 or more')
+    closed = scores == -math.inf
     if least:                                                  # kept first
         first = scores.argsort(descending=True, stable=True)[:, :least]
         scores = scores.float().scatter(1, first, math.inf)
@@ -239,4 +241,6 @@ def keep_mask(
         n = int((paid < (1 - sparsity) * paid[-1] - 1e-6).sum()) + 1
     if least * len(scores) > n: raise ValueError(f'least={least}: more heads than stay at {sparsity}')
     if not n: raise ValueError(f'sparsity={sparsity}: all heads would go; give less')
-    return torch.zeros_like(order, dtype=torch.bool).scatter(0, order[:n], True).view(scores.shape)
+    keep = torch.zeros_like(order, dtype=torch.bool).scatter(0, order[:n], True).view(scores.shape)
+    if (keep & closed).any(): raise ValueError(f'sparsity={sparsity}: more is closed already')
+    return keep

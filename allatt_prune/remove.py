@@ -43,6 +43,7 @@ def mask_and_z(
     keep = per_head(keep, 'keep', shape)
     if ((keep != 0) & (keep != 1)).any(): raise ValueError('keep: not 0 or 1; give a mask')
     z = (keep.float() if z is None else per_head(z, 'z', shape)).detach().to(keep.device)
+    if not z.isfinite().all(): raise ValueError('z: not finite; give one number per head')
     if z[keep == 0].any(): raise ValueError('z=non-zero: a head to be removed is still open')
     return keep.bool(), z
 

@@ -245,6 +245,44 @@ def test_numbers_are_checked_before_anything_is_loaded(folder):
             assert end.returncode == 2 and end.stderr.startswith(f"allatt-prune: error: {name.replace('-', '_')}={x}") and end.stderr.count('\n') == 1
     for split in ('tset', 'vocab'): assert "invalid choice: '" in command('evaluate', 'good', '--split', split, cwd=folder).stderr
 
+def test_gates_that_are_closed(folder):
+    gates = HeadGates(2, 4)
+    gates.log_alpha.data[0] = -5
+    config, parts = checkpoint.load(folder/'good')
+    checkpoint.save(folder/'closed', config, **parts, gates=gates.state_dict(), z=dict(z=gates.eval()()))
+    assert done(folder, 'score', 'closed', '--corpus', 'own.txt', '--method', 'magnitude', '--heads', '3').stdout.count('(-inf)') == 4
+    assert 'more is closed already' in command('score', 'closed', '--corpus', 'own.txt', '--heads', '5', cwd=folder).stderr
+    assert 'closed gates' in command('prune', 'closed', *PRUNING, '--corpus', 'own.txt', cwd=folder).stderr
+
+def test_what_a_resumed_run_is_not_asked(folder):
+    done(folder, 'train', *OWN[1:], '--run-dir', 't')
+    for words in (['run', 'wt103'], ['prune', 'good']):
+        end = command(*words, '--resume', '--run-dir', 't', cwd=folder)
+        assert end.returncode == 2 and f'{words[1]}: leave it out' in end.stderr
+    for job in (['run'], ['evaluate', 'good'], ['score', 'good']): assert 'corpus: empty' in command(*job, '--corpus', '', cwd=folder).stderr
+
+def test_a_model_of_another_run_is_not_taken_over(folder):
+    for name, seed in (('a', '0'), ('b', '1')): done(folder, *OWN, '--run-dir', name, '--seed', seed, '--save-every', '4')
+    for model in ('baseline', 'gated', 'control'):
+        shutil.copytree(folder/'a', folder/f'a-{model}')
+        (folder/f'a-{model}'/'report.json').unlink()
+        shutil.rmtree(folder/f'a-{model}'/model), shutil.copytree(folder/'b'/model, folder/f'a-{model}'/model)
+        end = command('run', '--resume', '--run-dir', f'a-{model}', cwd=folder)
+        assert end.returncode and 'seed=0' in end.stderr and 'was made with 1' in end.stderr, model
+
+def test_control_characters_of_a_stranger(folder):
+    config, parts = checkpoint.load('tiny-books')
+    parts['vocab']['symbols'][5] = '\x1b]0;owned\x07'
+    checkpoint.save(folder/'escape', config, **parts)
+    assert '\x1b' not in done(folder, 'sample', 'escape', '--prompt', 'a ', '--n', '200').stdout
+    checkpoint.save(folder/'short', config, **parts | dict(vocab=dict(unit='char', symbols=['a'])))
+    assert 'is damaged (number of symbols)' in command('sample', 'short', cwd=folder).stderr
+
+def test_without_standard_output(folder):
+    end = subprocess.run([sys.executable, '-m', 'allatt_prune', 'evaluate', 'good', '--corpus', 'own.txt'], cwd=folder, stderr=subprocess.PIPE, text=True,
+                         preexec_fn=lambda: os.close(1), timeout=300)
+    assert 'Traceback' not in end.stderr and end.returncode == 0
+
 def test_time(folder):
     small = '--n-layer 2 --d-model 32 --n-head 4 --n-persistent 16 --seg-len 16 --batch 4 --corpus own.txt'.split()
     for mem_len in ('0', '40'):

@@ -1,5 +1,5 @@
 "Corpora from a real HTTP server, from damaged files and from damaged caches: what is refused, and what is left."
-import gzip, hashlib, io, logging, lzma, os, pickle, random, shutil, signal, subprocess, sys, tempfile, threading, time, warnings, zipfile
+import gzip, hashlib, io, json, logging, lzma, os, pickle, random, shutil, signal, subprocess, sys, tempfile, threading, time, warnings, zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np, pooch, pytest
 from hypothesis import given, settings, strategies as st
 from allatt_prune.config import get_recipe
 from allatt_prune.data import UNKNOWN, Corpus, DataError, Ids, normalize, vocab_hash
-from allatt_prune.engine import corpora
+from allatt_prune.engine import checkpoint, corpora
 from allatt_prune.engine.corpora import blocks, load_corpus
 from allatt_prune.engine.run import text_for
 from allatt_prune.model import LM, LMConfig
@@ -221,6 +221,19 @@ def test_a_cache_that_cannot_be_written():
         with pytest.raises(DataError, match='b.txt: .*Permission denied.*cache.*give another text or cache'): load_corpus(home/'b.txt', home/'cache')
     for p in (home, home/'cache', home/'cache'/'prepared'): p.chmod(0o755)
     shutil.rmtree(home)
+
+def test_prepared_folders_that_are_swapped_or_of_another_form(home):
+    made('a.txt', TEXT), made('b.txt', TEXT[::-1])
+    a, b = whole(load_corpus('a.txt')), whole(load_corpus('b.txt'))
+    one, two = sorted((home/'cache'/'prepared').iterdir())
+    one.rename(home/'x'), two.rename(one), (home/'x').rename(two)
+    with pytest.warns(UserWarning, match='damaged; set aside'): assert (whole(load_corpus('a.txt')), whole(load_corpus('b.txt'))) == (a, b)
+    for lost in ('sha256', 'unit', 'key'):
+        for folder in (f for f in (home/'cache'/'prepared').iterdir() if '.' not in f.name):
+            about = json.loads((folder/'corpus.json').read_text())
+            del about[lost]
+            (folder/'corpus.json').write_text(json.dumps(about)), checkpoint.seal(folder, sorted(f.name for f in folder.iterdir() if f.name != 'manifest.json'))
+        with pytest.warns(UserWarning, match='damaged; set aside'): assert whole(load_corpus('a.txt')) == a
 
 def test_a_text_that_changes_while_it_is_read(home, monkeypatch):
     made('a.txt', TEXT)

@@ -1,5 +1,5 @@
 "What would give a wrong number in silence is refused in one line, also by `python -O`; what is accepted keeps its meaning."
-import subprocess, sys
+import math, pickle, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -27,7 +27,7 @@ def make(**changes):
 # settings
 
 @pytest.mark.parametrize('given,kept', [(dict(eval_tokens=1e3), 1000), (dict(seed=0.), 0), (dict(lam=1), 1.), (dict(steps=np.int32(9)), 9),
-                                        (dict(lr=np.float64(.5)), .5), (dict(corpus=Path('a')/'b'), 'a/b'), (dict(cutoffs=(3, 5.)), [3, 5]),
+                                        (dict(lr=np.float64(.5)), .5), (dict(corpus=Path('a')/'b'), 'a/b'), (dict(cutoffs=(3, 5.)), [3, 5]), (dict(cutoffs=np.array([3, 5])), [3, 5]),
                                         (dict(sparsity=None), None), (dict(gate_init=-2), -2.), (dict(prune_dropout=False), False)])
 def test_a_setting_takes_its_type(given, kept):
     (name,) = given
@@ -84,6 +84,10 @@ def test_a_text_of_another_vocabulary(tmp_path):
     train(teacher, other, TOY)
     with pytest.raises(DataError): train(model, ours, TOY, text_loss=Distill(teacher))
     with pytest.raises(ValueError, match='knows no vocabulary'): text_for(make(), 'pydocs')
+
+def test_ids_know_their_vocabulary_after_pickling():
+    ids, again = CORPUS.valid, pickle.loads(pickle.dumps(CORPUS))
+    assert pickle.loads(pickle.dumps(ids[3:])).hash == again.valid.hash == CORPUS.hash and np.array_equal(again.valid, ids)
 
 @pytest.mark.parametrize('vocab', [[], 'ab', dict(unit='char'), dict(unit='char', symbols=[1, 2]), dict(unit='char', symbols=3),
                                    dict(unit=['char'], symbols=['a', 'b']), dict(unit='letter', symbols=['a', 'b'])])
@@ -156,6 +160,9 @@ REFUSED = dict(
     prompt=lambda: make().eval().generate(torch.zeros(1, 0, dtype=torch.long), 3), nan=lambda: make().eval().generate(torch.tensor([[1]]), 3, float('nan')),
     heads=lambda: make(heads=[2]), cutoffs=lambda: LM(LMConfig(**CFG, cutoffs=[4])), memory=lambda: make()(torch.tensor([[1]]), mems=torch.randn(3, 1, 8, 16)),
     teacher=lambda: Distill(make())(make(mem_len=0), torch.tensor([[1]]), torch.tensor([[1]]), None, None),
+    closed=lambda: keep_mask(torch.tensor([[1., 2, -math.inf, -math.inf]]), .25), least=lambda: keep_mask(torch.rand(2, 4), .5, least=-1),
+    multiplier=lambda: remove_heads(make(), torch.ones(2, 2), torch.full((2, 2), float('nan'))),
+    part=lambda: (lambda m: (m.layers.train(), m.generate(torch.tensor([[1]]), 3)))(make().eval()),
     costs=lambda: keep_mask(torch.rand(2, 4), .5, least=3, costs=torch.ones(2, 4)), persistent=lambda: fused.attend(
         *(torch.rand(1, 2, 3, 4) for _ in range(3)), torch.rand(2, 3, 4), torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 5, 4), torch.rand(2, 6, 4)))
 

@@ -202,4 +202,5 @@ def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation 
         with torch.device('meta'): model = build(LMConfig(**config), cls).eval()
         model.load_state_dict(weights, assign=True)
         model.vocab = vocab and {name: vocab[name] for name in ('unit', 'symbols')}
+        if vocab and len(vocab['symbols']) != model.cfg.vocab: raise TypeError('number of symbols')
         return model

@@ -17,6 +17,9 @@ from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get
 from ..data import DataError, Streams, normalize, symbol_ids
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e1
+def _plain(text, allowed='\n'): # control characters are escaped
+    return ''.join(c if c.isprintable() or c in allowed else ascii(c)[1:-1] for c in text)
+
 def _find(args, *names): # model folder; in a run, the first of these models that exists
     return next((p for name in names if (p := Path(args.model)/name).exists()), Path(args.model))
 
@@ -24,7 +27,8 @@ def _open(args, *names): # as for `_find` -> model, z or None, folder
     from allatt_prune import LM
     path, device = _find(args, *names), engine.run.pick_device(args.device)
     model, (_, parts) = LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
-    z = parts['z']['z'].to(device) if 'z' in parts else None
+    with engine.checkpoint.reading(f'{path}: z'):
+        z = parts['z']['z'].to(device) if 'z' in parts else None
     if 'gates' in parts and z is None: raise ValueError(f'model={path}: saved without z (multipliers)')
     return model, z, path
 
@@ -33,7 +37,7 @@ def _corpus(path): # the corpus of a model's run; pydocs outside a run
     return 'pydocs'
 
 def _text(args, path): # read with the model's vocabulary
-    return engine.run.text_for(path, args.corpus or _corpus(path), args.cache)
+    return engine.run.text_for(path, _corpus(path) if args.corpus is None else args.corpus, args.cache)
 
 # %% ../../nbs/engine/09_cli.ipynb #fede0856
 def _share(args, cfg): # of the heads to remove; None: not given
@@ -48,6 +52,8 @@ def _recipe(args, run_dir): # recipe with the given settings; baseline folder or
     elif args.command == 'prune':
         path = _find(args, 'baseline')
         config, parts = engine.checkpoint.load(path)
+        if any((z != 1).any() for z in parts.get('z', {}).values()):
+            raise ValueError(f'model={path}: has closed gates; give its baseline')
         if config['heads'] is not None: raise ValueError(f'model={path}: heads were removed already')
         if 'recipe' in parts and not args.recipe: recipe = Recipe.stored(parts['recipe'])
         shape = {f: x for f, x in config.items() if f in SETTINGS}
@@ -57,7 +63,9 @@ def _recipe(args, run_dir): # recipe with the given settings; baseline folder or
 
 def _train(args): # run, train and prune
     run, prune = engine.run, args.command == 'prune'
-    if prune and not args.model and not args.resume: raise ValueError('prune: give a model or --resume')
+    given = args.model if prune else args.recipe
+    if prune and not given and not args.resume: raise ValueError('prune: give a model or --resume')
+    if given and args.resume: raise ValueError(f'{given}: leave it out; the run to resume has its own')
     run_dir = Path(args.run_dir or f"runs/{'pruned' if prune else args.recipe or 'tiny'}")
     recipe, baseline = _recipe(args, run_dir)
     models = [name for name in run.MODELS if name != 'control' or not prune or args.control]
@@ -83,10 +91,10 @@ def _evaluate(args):
 
 def _score(args):
     from allatt_prune import importance
-    model, _, path = _open(args, 'baseline')
+    model, z, path = _open(args, 'baseline')
     text, n_head = _text(args, path), model.cfg.n_head
     ids = text.train[:args.score_tokens]
-    scores = importance.score(model, ids, args.method, seed=args.seed)
+    scores = importance.score(model, ids, args.method, z=z, seed=args.seed)
     keep = importance.keep_mask(scores, _share(args, model.cfg))
     def cell(score, kept): return f'{score:.4g}' if kept else f'({score:.4g})'
     rows = [[f'layer {i}', *map(cell, xs, ks), sum(ks)]
@@ -105,7 +113,8 @@ def _sample(args):
     ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=model.pos.device)
     torch.manual_seed(args.seed)
     written = model.generate(ids, args.n, args.temperature, z, args.top_k)[0]
-    print((' ' if unit == 'word' else '').join(symbols[i] for i in written).replace('<eos>', '\n'))
+    text = (' ' if unit == 'word' else '').join(symbols[i] for i in written)
+    print(_plain(text.replace('<eos>', '\n')))
 
 def _time(args):
     import torch
@@ -184,9 +193,8 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
     time=(_time, 'time training and inference, all heads and half', 'text8 --batch 4', _RECIPE, SHAPE + ['corpus', 'batch', 'dtype']))
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e6
-def _fail(message, status): # one line; control characters are escaped
-    line = ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
-    print(f'allatt-prune: {line}', file=sys.stderr, flush=True)
+def _fail(message, status): # one line
+    print(f'allatt-prune: {_plain(message, "")}', file=sys.stderr, flush=True)
     if 'RANK' in os.environ: os._exit(status)                  # do not wait for the other processes
     sys.exit(status)
 
@@ -217,7 +225,7 @@ def parser() -> Parser:
 
 # %% ../../nbs/engine/09_cli.ipynb #1590acf3
 def _own_process(): # warnings in one line; ? for characters the terminal lacks
-    for stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='replace')
+    for stream in filter(None, (sys.stdout, sys.stderr)): stream.reconfigure(errors='replace')
     warnings.simplefilter('always', UserWarning)
     warnings.showwarning = lambda w, *_: print(f'allatt-prune: warning: {w}', file=sys.stderr)
     logging.basicConfig(format='%(message)s')

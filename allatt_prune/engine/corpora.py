@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
-from .checkpoint import new_folder, read, sweep, write_file
+from .checkpoint import new_folder, read, reading, sweep, write_file
 from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, pydocs, shuffled
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
@@ -82,10 +82,11 @@ def _find(name, unit): # one or three lists of files, default unit
 
 # %% ../../nbs/engine/03_corpora.ipynb #0e9e56d9
 def _opened(folder, name): # a prepared corpus. OSError if it is missing or damaged
-    about, files = json.loads(read(folder, 'corpus.json')), [folder/f'{s}.npy' for s in SPLITS]
-    if not all(map(Path.is_file, files)) or [*map(pooch.file_hash, files)] != about.pop('sha256'):
-        raise OSError(f'{folder}: damaged')
-    return Corpus(name, *(np.lib.format.open_memmap(f, 'r') for f in files), **about)
+    with reading(f'{folder}'):
+        about, files = json.loads(read(folder, 'corpus.json')), [folder/f'{s}.npy' for s in SPLITS]
+        if not all(map(Path.is_file, files)) or about.pop('key') != folder.name: raise TypeError('files')
+        if [*map(pooch.file_hash, files)] != about.pop('sha256'): raise TypeError('SHA-256')
+        return Corpus(name, *(np.lib.format.open_memmap(f, 'r') for f in files), **about)
 
 def _cached(folder, name, make): # a prepared corpus; if it is missing or damaged, it is made
     with suppress(OSError): return _opened(folder, name)
@@ -99,7 +100,7 @@ def _cached(folder, name, make): # a prepared corpus; if it is missing or damage
             os.rename(folder, f'{folder}.damaged-{secrets.token_hex(4)}')
         with new_folder(folder) as tmp:
             for s in SPLITS: np.save(tmp/f'{s}.npy', getattr(corpus, s))
-            about = dict(vocab=corpus.vocab, unit=corpus.unit, lost=corpus.lost,
+            about = dict(key=folder.name, vocab=corpus.vocab, unit=corpus.unit, lost=corpus.lost,
                          sha256=[pooch.file_hash(tmp/f'{s}.npy') for s in SPLITS])
             write_file(tmp/'corpus.json', json.dumps(about).encode())
     return _opened(folder, name)
@@ -117,10 +118,11 @@ def load_corpus(
     if unit not in (None, *UNKNOWN): raise ValueError(f'unit={unit}: unknown; give char, word or raw')
     cache = cache or os.environ.get('ALLATT_PRUNE_CACHE') or pooch.os_cache('allatt_prune')
     name, cache = str(name_or_path), Path(cache).expanduser()
+    if not name: raise DataError('corpus: empty; give a name or a path')
     try:
         parts, usual = _find(name, unit)
         unit, hashes = unit or usual, _hashes(parts)
-        key = json.dumps([8, unit, SOURCES.get(name, hashes or sys.version), vocab]).encode() # 8: format version
+        key = json.dumps([9, unit, SOURCES.get(name, hashes or sys.version), vocab]).encode() # 9: format version
         def make():
             files = _fetch(name, cache) if name in SOURCES else parts
             texts = [[blocks(f, None if unit == 'word' else 2**22) for f in part] for part in files]

@@ -22,7 +22,8 @@ def generate(self: LM,
     top_k: int = 0 # sample from the k most probable symbols; 0: all
 ) -> Tensor: # (b t+n)
     "Continue a text, one symbol at a time, with a cache."
-    if self.training: raise ValueError('model: in training mode, so dropout would act; call model.eval() first')
+    if any(m.training for m in self.modules()):
+        raise ValueError('model: in training mode, so dropout would act; call model.eval() first')
     if not 0 <= temperature < math.inf: raise ValueError(f'temperature={temperature}: give 0 or more')
     if n < 0 or top_k < 0: raise ValueError(f'n={n}, top_k={top_k}: give 0 or more')
     if ids.shape[1] < 1: raise ValueError('prompt: empty; give at least one symbol')

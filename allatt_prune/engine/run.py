@@ -54,17 +54,21 @@ def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by nam
         if isinstance(part, nn.Module): part.to(device)
     vocab = dict(unit=corpus.unit, symbols=corpus.vocab)
     for name in models:
-        ready = (run_dir/name).exists()
+        ready = os.path.lexists(run_dir/name)
         world.barrier()                                        # all processes check before one saves
         if ready:
             found[name] = LM.from_pretrained(run_dir/name).to(device)
             _, more = checkpoint.load(run_dir/name)
+            if name != 'baseline' or checkpoint.saved_steps(run_dir/'checkpoints', name): # made here
+                with checkpoint.reading(f'{run_dir/name}: recipe.json'): was = Recipe.stored(more['recipe'])
+                same_recipe(was, recipe, run_dir/name)
         else:
             found[name], more = _make(name, recipe, corpus, found, z, run_dir, device, mine)
             if world.rank == 0:
                 found[name].save_pretrained(run_dir/name, vocab=vocab, recipe=asdict(recipe), **more)
-        if name == 'gated': z = more['z']['z'].to(device)
-        if name == 'pruned': keep = more['keep']
+        with checkpoint.reading(f'{run_dir/name}: z or keep'):
+            if name == 'gated': z = more['z']['z'].to(device)
+            if name == 'pruned': keep = more['keep']
     world.barrier()
     return found, z, keep
 
@@ -146,7 +150,7 @@ def run(
 ) -> list[dict]: # rows of the table, from `report.measure`
     "Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal."
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
-    recipe = replace(recipe, corpus=corpus or recipe.corpus)
+    recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
     models = [name for name in MODELS if name in models and not (mine.choose and name == 'gated')]
     if resume:
