@@ -18,10 +18,11 @@ from .data import vocab_hash
 # %% ../nbs/method/03_model.ipynb #0efe5b40
 class AllAttention(nn.Module):
     "Attention sub-layer with `n_head` heads. Paper, equations 1-3."
-    def __init__(self, cfg: LMConfig, n_head: int, attend=attend):
+    attend = staticmethod(attend)
+    def __init__(self, cfg: LMConfig, n_head: int):
         super().__init__()
         c, h, d, n = cfg.d_model, n_head, cfg.d_head, cfg.n_persistent
-        self.cfg, self.h, self.attend = cfg, h, attend
+        self.cfg, self.h = cfg, h
         self.norm = nn.LayerNorm(c)
         self.wq, self.wk, self.wv, self.wr = (nn.Linear(c, h*d, bias=False) for _ in range(4))
         self.wo = nn.Linear(h*d, c)
@@ -33,37 +34,46 @@ class AllAttention(nn.Module):
 
     def forward(self,
         x: Tensor, # input (b t c)
-        mem, # memory (b s-t c), or a cache; None: nothing before
+        mem: Tensor|None, # memory (b s-t c); None: nothing before
         pos: Tensor, # position table (m c)
         z: Tensor|None = None # head multipliers (h); None: all 1
-    ) -> tuple: # output (b t c); new cache, None without one
-        # hidden states are projected together with x; a cache is projected already
-        y = self.norm(torch.cat([mem, x], 1) if torch.is_tensor(mem) else x)
-        q = rearrange(self.wq(y[:, -x.shape[1]:]), 'b t (h d) -> b h t d', h=self.h)
-        k, v = (rearrange(f(y), 'b s (h d) -> b h s d', h=self.h) for f in (self.wk, self.wv))
-        cached, m = isinstance(mem, tuple), self.cfg.window    # k, v, r; or () at the first segment
-        if cached and mem: k, v, r = torch.cat([mem[0], k], 2), torch.cat([mem[1], v], 2), mem[2]
-        else: r = rearrange(self.wr(pos), 'm (h d) -> h m d', h=self.h)
-        new = (k[:, :, -m:], v[:, :, -m:], r) if cached else None
+    ) -> Tensor: # output (b t c)
+        # memory and segment are normalised and projected together
+        y = self.norm(x if mem is None else torch.cat([mem, x], 1))       # (b s c)
+        q = self.split(self.wq(y[:, -x.shape[1]:]))                       # (b h t d)
+        k = self.split(self.wk(y))                                        # (b h s d)
+        v = self.split(self.wv(y))                                        # (b h s d)
+        return x + self.join(self.head_outputs(q, k, v, self.relative(pos)), z)
+
+    def split(self, x: Tensor) -> Tensor: # (b s h·d) -> (b h s d)
+        "One row of vectors per head."
+        return rearrange(x, 'b s (h d) -> b h s d', h=self.h)
+    def relative(self, pos: Tensor) -> Tensor: # (m c) -> (h m d)
+        "Relative key of every distance."
+        return self.split(self.wr(pos)[None])[0]
+    def head_outputs(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor: # (b h t d)
+        "Attend with every head. Paper, equation 1."
         drop = self.cfg.attn_dropout if self.training else 0.
-        o = self.attend(q, k, v, r, self.u, self.w, self.pk, self.pv, dropout=drop)
+        return self.attend(q, k, v, r, self.u, self.w, self.pk, self.pv, dropout=drop)
+    def join(self, o: Tensor, z: Tensor|None) -> Tensor: # (b h t d), (h) -> (b t c)
+        "Sum of the heads, each times its multiplier. Paper, equations 2 and 3."
         if z is not None: o = o * rearrange(z.to(o.dtype), 'h -> h 1 1')
+        bias = self.wo.bias if z is None else self.wo.bias * z.any() # no heads, no bias
         o = F.linear(rearrange(o, 'b h t d -> b t (h d)'), self.wo.weight)
-        bias = self.wo.bias if z is None else self.wo.bias * z.any()
-        return x + F.dropout(o + bias, self.cfg.dropout, self.training), new
+        return F.dropout(o + bias, self.cfg.dropout, self.training)
 
 # %% ../nbs/method/03_model.ipynb #d8dd9f9e
 class Layer(nn.Module):
     "Attention (if any heads), then the feed-forward sub-layer of Transformer-XL (if configured)."
-    def __init__(self, cfg: LMConfig, n_head: int, attend=attend):
+    def __init__(self, cfg: LMConfig, n_head: int, attention=AllAttention):
         super().__init__()
         c, f, drop = cfg.d_model, cfg.d_ff, cfg.dropout
-        self.attn = AllAttention(cfg, n_head, attend) if n_head else None
+        self.attn = attention(cfg, n_head) if n_head else None
         self.ff = nn.Sequential(nn.LayerNorm(c), nn.Linear(c, f), nn.ReLU(), nn.Dropout(drop),
                                 nn.Linear(f, c), nn.Dropout(drop)) if f else None
     def forward(self, x, mem, pos, z=None): # as for the attention sub-layer
-        x, new = (x, None) if self.attn is None else self.attn(x, mem, pos, z)
-        return x if self.ff is None else x + self.ff(x), new
+        if self.attn is not None: x = self.attn(x, mem, pos, z)
+        return x if self.ff is None else x + self.ff(x)
 
 # %% ../nbs/method/03_model.ipynb #5d6fa645
 def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; S -> like mems
@@ -105,14 +115,14 @@ class LM(nn.Module):
     "Language model with segment memory. Paper, §3.1."
     def __init__(self,
         cfg: LMConfig,
-        attend=attend, # or the faster one of engine.fused
+        attention=AllAttention, # or the faster one of engine.fused
         softmax=TiedSoftmax # with cutoffs: AdaptiveSoftmax of engine.softmax
     ):
         super().__init__()
-        self.cfg, self.attend, self.softmax, c = cfg, attend, softmax, cfg.d_model
+        self.cfg, self.attention, self.softmax, c = cfg, attention, softmax, cfg.d_model
         self.words = (softmax if cfg.cutoffs else TiedSoftmax)(cfg.vocab, c, cfg.cutoffs)
         self.pos = nn.Parameter(torch.randn(cfg.window, c))
-        self.layers = nn.ModuleList(Layer(cfg, h, attend) for h in cfg.layer_heads)
+        self.layers = nn.ModuleList(Layer(cfg, h, attention) for h in cfg.layer_heads)
         self.norm = nn.LayerNorm(c)
         self.vocab = None                                      # unit and symbols, once known
 
@@ -124,22 +134,27 @@ class LM(nn.Module):
     def forward(self,
         ids: Tensor, # symbols (b t), int64
         targets: Tensor|None = None, # symbols to predict (b t); -100: ignored
-        mems: Tensor|list|None = None, # last memory (l b s-t c), or a cache per layer; None: start of text
+        mems: Tensor|None = None, # last memory (l b s-t c); None: start of text
         z: Tensor|None = None # head multipliers (l h); None: all 1
-    ) -> tuple[Tensor, Tensor|list|None]: # mean nats per target, or logits (b t v); new memory or caches
-        cfg, inputs, cache = self.cfg, [], []
-        if z is not None and (cfg.heads or z.shape != (cfg.n_layer, cfg.n_head)):
-            raise ValueError(f'z={tuple(z.shape)}: not (l h) of a model with all heads')
-        if torch.is_tensor(mems) and mems.shape[:2] != (cfg.n_layer, len(ids)):
+    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v); new memory
+        x, inputs, z = self.embed(ids), [], self.per_layer(z)
+        if mems is not None and mems.shape[:2] != (len(self.layers), len(ids)):
             raise ValueError(f'mems={tuple(mems.shape)}: not (l b s-t c) of this model and batch')
-        x = F.dropout(self.words.embed(ids) * cfg.d_model**.5, cfg.dropout, self.training)
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            x, new = layer(x, None if mems is None else mems[i], self.pos, None if z is None else z[i])
-            cache.append(new)
-        x, mems = self.norm(x), cache if isinstance(mems, list) else remember(inputs, mems, cfg.mem_len)
+            x = layer(x, None if mems is None else mems[i], self.pos, z[i])      # (b t c)
+        x, mems = self.norm(x), remember(inputs, mems, self.cfg.mem_len)
         if targets is None: return self.words.logits(x), mems
         return self.words.loss(rearrange(x, 'b t c -> (b t) c'), targets.flatten()), mems
+
+    def embed(self, ids: Tensor) -> Tensor: # (b t) -> (b t c)
+        "Input of the first layer."
+        return F.dropout(self.words.embed(ids) * self.cfg.d_model**.5, self.cfg.dropout, self.training)
+    def per_layer(self, z: Tensor|None): # (l h) -> (h) or None for each layer
+        "Check head multipliers: those of a model with all heads."
+        if z is None: return [None] * len(self.layers)
+        if self.cfg.heads is None and z.shape == (self.cfg.n_layer, self.cfg.n_head): return z
+        raise ValueError(f'z={tuple(z.shape)}: not (l h) of a model with all heads')
 
 # %% ../nbs/method/03_model.ipynb #b2761fc3
 def inherit(new: nn.Module, old: nn.Module): # a model made from another; new -> new
@@ -155,7 +170,7 @@ def with_config(self: LM,
     **changes # mem_len, dropout, attn_dropout, as in `LMConfig`
 ) -> LM: # a new model with copied weights
     "Copy the model with another memory length or dropout."
-    new = LM(replace(self.cfg, **changes), self.attend, self.softmax).to(self.pos)
+    new = LM(replace(self.cfg, **changes), self.attention, self.softmax).to(self.pos)
     rows, pos = new.cfg.window, self.pos.detach()
     more = pos[-1:].expand(max(0, rows - len(pos)), -1)
     new.load_state_dict(self.state_dict() | dict(pos=torch.cat([pos, more])[:rows]))

@@ -66,11 +66,11 @@ def remove_heads(
     cfg = model.cfg
     if cfg.heads is not None:
         raise ValueError(f'heads={cfg.heads}: heads were removed before; give the whole model')
-    with torch.device('meta'): names = LM(cfg, model.attend, model.softmax).state_dict().keys()
+    with torch.device('meta'): names = LM(cfg, model.attention, model.softmax).state_dict().keys()
     if names != model.state_dict().keys():                     # prune, weight_norm, parametrizations
         raise ValueError('model: hooks compute its weights; make them plain')
     keep, z = (x.to(model.pos.device) for x in mask_and_z(keep, z, (cfg.n_layer, cfg.n_head)))
-    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attend, model.softmax).to(model.pos)
+    small = LM(replace(cfg, heads=keep.sum(1).tolist()), model.attention, model.softmax).to(model.pos)
     params = {name: p for name, p in model.state_dict().items() if '.attn.' not in name}
     for i, layer in enumerate(model.layers):
         if keep[i].any():

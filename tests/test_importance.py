@@ -35,7 +35,7 @@ def test_every_method_scores_every_kind_of_model(changes):
         assert torch.equal(found, score(net, IDS, method, batch=4))
         assert score(net, IDS, method, z=z, batch=4).isinf().nonzero().tolist() == [[1, 2]]
     assert net.training and same(net, before) and all(p.grad is None for p in net.parameters())
-    assert all(layer.attn.attend is net.attend for layer in net.layers) # looked at, not touched
+    assert all(layer.attn.attend is net.attention.attend for layer in net.layers) # looked at, not touched
 
 def test_taylor_and_gradient_are_derivatives():
     net, ids, eps = model(mem_len=0).double(), IDS[:4*8*5 + 1], 1e-3  # without memory nothing is cut off

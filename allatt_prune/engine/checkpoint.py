@@ -182,7 +182,7 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
 def build(cfg: LMConfig, cls=LM) -> LM:
     "Build a model with fused attention and adaptive softmax."
     from allatt_prune.engine import fused, softmax             # here: they import the model
-    return cls(cfg, fused.attend, softmax.AdaptiveSoftmax)
+    return cls(cfg, fused.FastAttention, softmax.AdaptiveSoftmax)
 
 @patch
 def save_pretrained(self: LM, path: str|Path, **others): # folder to create; more parts, as for `save`
