@@ -62,7 +62,7 @@ class Processes:
             raise ValueError(f'batch={len(streams.x)}: cannot be divided by {self.size} processes')
         streams.x, streams.y = (np.split(a, self.size)[self.rank] for a in (streams.x, streams.y))
         return streams
-    def backward(self, loss: Tensor, params: list[nn.Parameter]):
+    def backward(self, params: list[nn.Parameter], loss: Tensor):
         "Compute gradients, averaged over all processes."
         loss.backward()
         grads = [p.grad for p in params if p.grad is not None]

@@ -9,16 +9,17 @@ __all__ = ['read_log', 'write_metrics', 'pack', 'unpack', 'text_id', 'same_recip
 import json, time, zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from dataclasses import asdict
 from pathlib import Path
 import numpy as np, torch
 from torch import nn
 from ..config import Recipe
-from ..data import Corpus, DataError, Streams
+from ..data import Corpus, DataError
 from . import checkpoint
 from .processes import Processes, Progress, Signals, Stopped
 from ..model import LM
-from ..train import TrainState, evaluate, make_optimizers, record, set_seed, train_steps
+from ..train import TrainState, evaluate, record, train_steps
 
 # %% ../../nbs/engine/05_resume.ipynb #3dbdb018
 def read_log(run_dir: str|Path) -> dict: # records of all phases; training seconds by phase
@@ -125,19 +126,18 @@ def train(
     resume: bool = False, # continue from this phase's newest checkpoint, if any
     after: Callable|None = None, # called with the `TrainState` after each step
     penalty: Callable|None = None, # as for `train_steps`; if a module, saved and restored
-    text_loss: Callable = LM.__call__, lr: Callable|None = None # as for `train_steps`
+    text_loss: Callable = LM.__call__, # as for `TrainState`
+    lr: Callable|float|None = None # as for `train_steps`
 ) -> list[dict]: # records of this phase
     "Train like `train.train`, with checkpoints. Raises `Stopped` after a signal."
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
-    world, s = Processes(), TrainState(model, gates, make_optimizers(model, gates, r))
+    world, s = Processes(), TrainState.new(model, corpus, r, gates, start=start, text_loss=text_loss)
     modules = dict(model=model, gates=gates, penalty=penalty)
     modules = {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
     params = [p for m in modules.values() for p in m.parameters()]
     about = dict(phase=phase, recipe=asdict(recipe), start=start, text=text_id(corpus))
     folder, log = Path(run_dir or ''), dict(records=[], seconds={})
-    def own_dropout(*args):
-        set_seed(r.seed, s.step, world.rank)
-        return text_loss(*args)
+    s.streams, s.rank, s.backward = world.shard(s.streams), world.rank, partial(world.backward, params)
     with Signals() as signals:
         with checkpoint.reading(f'{folder}: a checkpoint of {phase}'):
             if run_dir: log = _begin(s, folder, about, modules, resume)
@@ -151,10 +151,7 @@ def train(
             if came: raise Stopped(came)
         if s.step: look(resumed=True)                          # if a signal had ended the validation
         bar = Progress(phase, r.steps, s.step, show=world.rank == 0)
-        streams = world.shard(Streams(corpus.train, r.batch, model.cfg.seg_len, corpus.name))
-        for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, text_loss=own_dropout,
-                             start=start, state=s, batches=streams,
-                             backward=lambda loss: world.backward(loss, params)):
+        for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s):
             if after: after(s)
             look()
             bar.set_postfix_str(f'{s.loss:.3f} nats', refresh=False)
