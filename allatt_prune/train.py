@@ -63,27 +63,32 @@ def train_steps(
 ) -> Iterator[TrainState]: # one per step
     "Training loop. Raises FloatingPointError if the loss diverges. Paper, §3.3, §4.1.2."
     r = recipe if gates is None else recipe.pruning()
-    s = state or TrainState.new(model, corpus, r, gates)
+    state = state or TrainState.new(model, corpus, r, gates)
     rate = lr if callable(lr) else lambda step: lr_at(step, r) if lr is None else lr
     penalty, half = penalty or l0_penalty(r), r.dtype == 'bfloat16'
     with same_modes(model):
-        for step in range(s.step, r.steps):
+        for step in range(state.step, r.steps):
             if not model.training: model.train()
-            x, y = s.segment()
-            z = None if gates is None else multipliers(gates, r, step)
-            set_seed(r.seed, step, s.rank)                     # for dropout
+            # sample the gates
+            x, y = state.segment()                             # (b t)
+            z = None if gates is None else multipliers(gates, r, step) # (l h)
+            # loss of the text, and the price of open heads
+            set_seed(r.seed, step, state.rank)                 # for dropout
             with torch.autocast(model.pos.device.type, torch.bfloat16, enabled=half):
-                loss, s.mems, *nll = s.text_loss(model, x, y, s.mems, z) # nll: loss of the text alone
+                loss, state.mems, *text = state.text_loss(model, x, y, state.mems, z)
             gating = gates is not None and step < r.gate_steps
-            for o in s.optimizers: o.zero_grad()
-            s.backward(loss + penalty(gates, step) if gating else loss)
-            s.loss, s.lr = (nll[0] if nll else loss).item(), rate(step)
-            s.grad_norm = clip_gradients(model, gates if gating else None, r.clip)
-            if not math.isfinite(s.loss + s.grad_norm): raise FloatingPointError(diverged(s))
-            s.optimizers[0].param_groups[0]['lr'] = s.lr
-            for o in s.optimizers: o.step()
-            s.step = step + 1
-            yield s
+            total = loss + penalty(gates, step) if gating else loss
+            # gradients
+            for o in state.optimizers: o.zero_grad()
+            state.backward(total)
+            state.loss, state.lr = (text[0] if text else loss).item(), rate(step)
+            state.grad_norm = clip_gradients(model, gates if gating else None, r.clip)
+            if not math.isfinite(state.loss + state.grad_norm): raise FloatingPointError(diverged(state))
+            # step
+            state.optimizers[0].param_groups[0]['lr'] = state.lr
+            for o in state.optimizers: o.step()
+            state.step = step + 1
+            yield state
     if gates is not None: gates.freeze()
 
 # %% ../nbs/method/05_train.ipynb #6c7484ec
@@ -125,8 +130,8 @@ def clip_gradients(model: LM, gates: nn.Module|None, most: float) -> float: # no
     more = [p.grad for p in gates.parameters() if p.grad is not None] if gates is not None else []
     return norm if all(g.isfinite().all() for g in more) else math.nan
 
-def diverged(s: TrainState) -> str:
-    return (f'loss={s.loss}: diverged at step {s.step}, gradient norm {s.grad_norm}; '
+def diverged(state: TrainState) -> str:
+    return (f'loss={state.loss}: diverged at step {state.step}, gradient norm {state.grad_norm}; '
             'give a smaller learning rate or lam')
 
 @contextmanager
@@ -147,12 +152,12 @@ def check_vocab(model: LM, other): # a corpus, ids of one, or another model
         raise DataError('vocab: not that of the model; read a text with text_for(model, path)')
 
 # %% ../nbs/method/05_train.ipynb #fd02a038
-def record(s: TrainState) -> dict: # ready for JSON
+def record(state: TrainState) -> dict: # ready for JSON
     "Numbers of the last step; with gates: open heads per layer, and the probability of each head."
-    rec = dict(step=s.step, loss=round(s.loss, 6), lr=s.lr, grad_norm=round(s.grad_norm, 5))
-    if s.gates is not None: rec['open'] = s.gates.open_mask().sum(1).tolist()
-    if hasattr(s.gates, 'open_prob'):
-        rec['open_prob'] = [[round(x, 4) for x in row] for row in s.gates.open_prob().tolist()]
+    rec = dict(step=state.step, loss=round(state.loss, 6), lr=state.lr, grad_norm=round(state.grad_norm, 5))
+    if state.gates is not None: rec['open'] = state.gates.open_mask().sum(1).tolist()
+    if hasattr(state.gates, 'open_prob'):
+        rec['open_prob'] = [[round(x, 4) for x in row] for row in state.gates.open_prob().tolist()]
     return rec
 
 def train(
@@ -162,9 +167,9 @@ def train(
 ) -> list[dict]: # one record per recipe.log_every steps, and the last
     "Train a model in place and return its records."
     r = recipe if gates is None else recipe.pruning()
-    s = TrainState.new(model, corpus, r, gates, **how)
-    return [record(s) for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s)
-            if s.step % r.log_every == 0 or s.step == r.steps]
+    state = TrainState.new(model, corpus, r, gates, **how)
+    return [record(state) for state in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=state)
+            if state.step % r.log_every == 0 or state.step == r.steps]
 
 # %% ../nbs/method/05_train.ipynb #b139c3d9
 class Score(float):

@@ -6,7 +6,7 @@ from allatt_prune.importance import METHODS, score
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.config import get_recipe
-from allatt_prune.train import evaluate, train_steps
+from allatt_prune.train import evaluate, train
 from allatt_prune.ways import way
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)
@@ -53,7 +53,7 @@ def test_scores(dtype, method):
     assert (score(model, ids[:1025], method) - exact).abs().max() < .02 * exact.abs().max()
 
 TOY = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=8, steps=4, warmup=1, prune_steps=4,
-           prune_warmup=1, gate_steps=3, lam_warmup=2, dropout=.1, attn_dropout=.1)
+           prune_warmup=1, gate_steps=3, lam_warmup=2, log_every=1, dropout=.1, attn_dropout=.1)
 SETTINGS = dict(plain={}, teacher=dict(teacher=.5), no_dropout=dict(prune_dropout=False), unscaled=dict(output_scale=False),
                 sparsity=dict(sparsity=.5))
 
@@ -66,6 +66,6 @@ def test_training(setting):
         torch.manual_seed(0)
         model, teacher = (LM(recipe.config(27)) for _ in range(2))
         mine, more = way(recipe), dict(text_loss=Distill(teacher, recipe.teacher)) if recipe.teacher else {}
-        found[dtype] = [s.loss for s in train_steps(model, corpus, recipe, mine.gates, penalty=mine.penalty, **more)]
+        found[dtype] = [x['loss'] for x in train(model, corpus, recipe, mine.gates, penalty=mine.penalty, **more)]
     assert found['float32'] == pytest.approx(found['bfloat16'], rel=.02) and len(found['float32']) == 4
     assert found['float32'] != found['bfloat16']
