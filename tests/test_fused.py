@@ -2,7 +2,7 @@
 import os, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from allatt_prune import attention
+from allatt_prune import LM, LMConfig, attention
 from allatt_prune.engine import fused
 
 def inputs(b=2, h=3, t=70, s=110, m=40, n=30, d=16, dtype=torch.float64):
@@ -35,6 +35,31 @@ def test_without_its_kernel_the_numbers_stay(kernels, broken):
     x = inputs()
     assert fused.choose(x[0], 0.) == 'rows'
     same(results(fused.attend, x), results(attention.attend, x))
+
+SHAPES = dict(usual={}, uneven=dict(heads=[4, 0, 2]), no_memory=dict(mem_len=0), short_memory=dict(mem_len=5),
+              long_memory=dict(mem_len=20), plain_keys=dict(n_persistent=0, d_ff=24))
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_saved_model_opens_as_either(shape, tmp_path):
+    "The engine's model and the method's have the same parameters, numbers, memories and gradients."
+    torch.manual_seed(0)
+    cfg = LMConfig(n_layer=3, d_model=32, n_head=4, seg_len=12, dropout=0., attn_dropout=0.,
+                   **dict(mem_len=12, n_persistent=16) | SHAPES[shape])
+    LM(cfg).save_pretrained(tmp_path/'m')
+    fast, plain = LM.from_pretrained(tmp_path/'m').double(), LM(cfg).double().eval()
+    plain.load_state_dict(fast.state_dict())
+    assert {type(l.attn) for l in fast.layers if l.attn} == {fused.FastAttention}
+    ids, found = torch.randint(27, (2, 36)), []
+    z = None if cfg.heads else torch.rand(3, 4, dtype=torch.float64).requires_grad_()
+    for m in (plain, fast):
+        mems, losses = None, []
+        for i in (0, 12, 19):                                  # segments of 12, 7 and 16
+            part = ids[:, i:{0: 12, 12: 19, 19: 35}[i]]
+            loss, mems = m(part, part, mems, z)
+            losses.append(loss)
+        x = [p for p in m.parameters() if p.numel()] + ([] if z is None else [z])
+        found.append([*losses, *([] if mems is None else [mems]), *torch.autograd.grad(sum(losses), x)])
+    same(*found)
 
 @pytest.mark.parametrize('dropout', [0., .3])
 def test_compiles_as_one_graph_with_the_same_numbers(dropout):
