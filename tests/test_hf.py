@@ -1,5 +1,5 @@
 "Hugging Face models where they can break: every architecture, uneven and empty layers, caches, folders."
-import copy
+import copy, subprocess, sys
 from functools import partial
 import pytest, torch
 transformers = pytest.importorskip('transformers')
@@ -647,3 +647,19 @@ def test_a_mask_leaves_its_gates_in_their_mode():
         gates.train(mode)
         with hf.masked(model, gates): model(IDS)
         assert gates.training == mode and not model.training
+
+def test_scores_meet_a_transformers_model_before_hf_is_imported(): # it registers its adapter then
+    code = '''import sys, torch
+from allatt_prune.importance import ADAPTERS, score
+assert len(ADAPTERS) == 1 and 'transformers' not in sys.modules
+from transformers import BertConfig, BertModel
+model = BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8))
+assert score(torch.nn.DataParallel(model), None, 'magnitude').shape == (2, 2) and 'allatt_prune.hf' in sys.modules'''
+    subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
+    with pytest.raises(ValueError, match='model=Linear: not an LM or of transformers'): score(torch.nn.Linear(2, 2), None, 'magnitude')
+
+def test_reentrant_checkpointing_is_refused_before_it_runs():
+    model = made('llama').train()
+    model.gradient_checkpointing_enable({'use_reentrant': True})
+    with hf.masked(model, HeadGates(3, 4)), pytest.raises(ValueError, match='use_reentrant=False'): model(IDS)
+    model(IDS)  # as before, after the block
