@@ -57,11 +57,11 @@ def check_triton(): # in Triton's interpreter, which works on a CPU
     cuda, (h, b, t, m, d) = fused.cuda, (2, 2, 90, 50, 16)
     *x, g = [torch.randn(s) for s in ((h*b, t, d),)*2 + ((h*b, t + m, d),)*2 + ((h, m, d), (h*b, t, d))]
     for pad in (0, 45, 90):
-        (out, lse, seed), want = cuda.context_forward(*x, pad, 0.), fused.KERNELS['blocks'][0](*x, pad, 0.)
+        (out, lse, seed), want = cuda.context_forward(*x, pad, 0.), fused.CONTEXT['blocks'][0](*x, pad, 0.)
         there = want[1] > -1e20                                                          # queries that see a key
         same([out[there], lse[there]], [x[there] for x in want[:2]], 1e-5)
         more = want[0] / 2, want[1].clamp(min=-9) + 1                                   # any others
-        same(cuda.context_backward(g, *x, pad, *more, seed, 0.), fused.KERNELS['blocks'][1](g, *x, pad, *more, seed, 0.), 1e-4)
+        same(cuda.context_backward(g, *x, pad, *more, seed, 0.), fused.CONTEXT['blocks'][1](g, *x, pad, *more, seed, 0.), 1e-4)
     def loss(i=None, step=0.): # with one input moved along a line, the seeds being equal
         torch.manual_seed(0)
         out, *rest = cuda.context_forward(*(z + step*line if j == i else z for j, z in enumerate(x)), 20, .3)
