@@ -160,10 +160,10 @@ REFUSED = dict(
     prompt=lambda: make().eval().generate(torch.zeros(1, 0, dtype=torch.long), 3), nan=lambda: make().eval().generate(torch.tensor([[1]]), 3, float('nan')),
     heads=lambda: make(heads=[2]), cutoffs=lambda: LM(LMConfig(**CFG, cutoffs=[4])), memory=lambda: make()(torch.tensor([[1]]), mems=torch.randn(3, 1, 8, 16)),
     teacher=lambda: Distill(make())(make(mem_len=0), torch.tensor([[1]]), torch.tensor([[1]]), None, None),
-    closed=lambda: keep_mask(torch.tensor([[1., 2, -math.inf, -math.inf]]), .25), least=lambda: keep_mask(torch.rand(2, 4), .5, least=-1),
+    closed=lambda: keep_mask(torch.tensor([[1., 2, -math.inf, -math.inf]]), .25), share=lambda: keep_mask(torch.rand(2, 4), -.5),
     multiplier=lambda: remove_heads(make(), torch.ones(2, 2), torch.full((2, 2), float('nan'))),
     part=lambda: (lambda m: (m.layers.train(), m.generate(torch.tensor([[1]]), 3)))(make().eval()),
-    costs=lambda: keep_mask(torch.rand(2, 4), .5, least=3, costs=torch.ones(2, 4)), persistent=lambda: fused.attend(
+    costs=lambda: keep_mask(torch.tensor([[1., -math.inf]]), .25, costs=torch.tensor([1., 2])), persistent=lambda: fused.attend(
         *(torch.rand(1, 2, 3, 4) for _ in range(3)), torch.rand(2, 3, 4), torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 5, 4), torch.rand(2, 6, 4)))
 
 @pytest.mark.parametrize('name', REFUSED)

@@ -183,7 +183,7 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         batch=(1, 'parallel streams; more are faster, but each starts without memory')), ()),
     score=(_score, 'score the importance of each head', 'tiny-books --method gradient', dict(
         **_TEXT, method=('leave_one_out', 'gradient, taylor, output_difference, magnitude, entropy, '
-                         'sparsity, distance, concentration, persistent, random or leave_one_out'),
+                         'gini, distance, concentration, persistent, random or leave_one_out'),
         sparsity=(.4, 'share of heads to remove'),
         score_tokens=(10_000, 'training tokens to read'), seed=(0, 'seed of random scores')), ()),
     sample=(_sample, 'generate text', "runs/tiny --prompt 'returns the '", dict(

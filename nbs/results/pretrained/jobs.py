@@ -156,7 +156,7 @@ def plan(jobs, folder): # names and functions, in order
         yield f'all-{m}', lambda: jobs.everything(m, mask(m, .2))
 
 def only_scores(jobs, folder):
-    for m in ('output_difference', 'taylor', 'sparsity', 'concentration', 'distance'): yield f'score-{m}', lambda: jobs.score(m)
+    for m in ('output_difference', 'taylor', 'gini', 'concentration', 'distance'): yield f'score-{m}', lambda: jobs.score(m)
     for i in range(DRAWS): yield f'random-{i}', lambda: jobs.random(i)
 
 def tuning(jobs, folder):
