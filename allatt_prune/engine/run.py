@@ -44,7 +44,7 @@ def _kept(r): # number of heads at the sparsity of a recipe
 
 def _by_gates(r):
     size, settings = (r.n_layer, r.n_head), dict(init=r.gate_init, scale=r.output_scale)
-    if r.repair not in ('nothing', 'scaled'):
+    if r.repair != 'nothing':
         raise ValueError(f'repair={r.repair}: for scores; gates scale the outputs in training')
     if r.sparsity is None: return Way(HeadGates(*size, **settings))
     penalty = Target(r.sparsity, r.lam_warmup, r.gate_lr / 10)
@@ -54,7 +54,8 @@ def _by_score(r):
     n = tokens_needed(r)
     if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one')
     if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
-    if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give one of {", ".join(REPAIRS)}')
+    if r.repair not in ('nothing', 'least_squares'):
+        raise ValueError(f'repair={r.repair}: give nothing or least_squares')
     _kept(r)                                                   # not all, not none
     def choose(model, corpus):
         ids = corpus.train[:r.score_tokens]
