@@ -22,8 +22,7 @@ from ..model import LM
 from ..remove import remove_heads
 from .report import measure, write_report
 from .processes import LOG, Processes
-from .resume import read_log, same_recipe, text_id, train
-from ..timing import environment
+from .resume import same_recipe, text_id, train
 from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
 from ..repair import REPAIRS
@@ -80,42 +79,39 @@ def _make(name, recipe, corpus, found, z, run_dir, device, mine): # -> model, pa
     if name == 'pruned' and not mine.choose:
         return remove_heads(found['gated'], z != 0, z), dict(keep=(z != 0).int().tolist())
     torch.manual_seed(recipe.seed)
-    r, more, kwargs = recipe.pruning(), {}, dict(run_dir=run_dir, phase=name, resume=True)
+    r, how, parts = recipe.pruning(), dict(start=recipe.steps), {}
     if name == 'baseline':
-        model, r = checkpoint.build(recipe.config(len(corpus.vocab))).to(device), recipe
-    else:
-        model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
-        kwargs |= dict(start=recipe.steps)
-        if recipe.teacher: kwargs |= dict(text_loss=Distill(found['baseline'], recipe.teacher))
-    if name == 'gated': r, kwargs = recipe, kwargs | dict(gates=mine.gates, penalty=mine.penalty)
+        r, how, model = recipe, {}, checkpoint.build(recipe.config(len(corpus.vocab))).to(device)
+    else: model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
+    if name == 'gated': r, how = recipe, how | dict(gates=mine.gates, penalty=mine.penalty)
     if name == 'pruned':
         keep, model = mine.choose(model, corpus)
-        more = dict(keep=keep.int().tolist())
-    train(model, corpus, r, **kwargs)
-    if name == 'gated': more = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
-    return model, more
+        parts = dict(keep=keep.int().tolist())
+    if how and recipe.teacher: how['text_loss'] = Distill(found['baseline'], recipe.teacher)
+    train(model, corpus, r, run_dir=run_dir, phase=name, resume=True, **how)
+    if name == 'gated': parts = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
+    return model, parts
 
 def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by name, z, kept heads
     world, found, z, keep = Processes(), {}, None, None
     for part in (mine.gates, mine.penalty):
         if isinstance(part, nn.Module): part.to(device)
-    vocab = dict(unit=corpus.unit, symbols=corpus.vocab)
+    about = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
     for name in models:
-        ready = os.path.lexists(run_dir/name)
+        folder = run_dir/name
+        ready = os.path.lexists(folder)
         world.barrier()                                        # all processes check before one saves
         if ready:
-            found[name] = LM.from_pretrained(run_dir/name).to(device)
-            _, more = checkpoint.load(run_dir/name)
+            found[name], (_, parts) = LM.from_pretrained(folder).to(device), checkpoint.load(folder)
             if name != 'baseline' or checkpoint.saved_steps(run_dir/'checkpoints', name): # made here
-                with checkpoint.reading(f'{run_dir/name}: recipe.json'): was = Recipe.stored(more['recipe'])
-                same_recipe(was, recipe, run_dir/name)
+                with checkpoint.reading(f'{folder}: recipe.json'): was = Recipe.stored(parts['recipe'])
+                same_recipe(was, recipe, folder)
         else:
-            found[name], more = _make(name, recipe, corpus, found, z, run_dir, device, mine)
-            if world.rank == 0:
-                found[name].save_pretrained(run_dir/name, vocab=vocab, recipe=asdict(recipe), **more)
-        with checkpoint.reading(f'{run_dir/name}: z or keep'):
-            if name == 'gated': z = more['z']['z'].to(device)
-            if name == 'pruned': keep = more['keep']
+            found[name], parts = _make(name, recipe, corpus, found, z, run_dir, device, mine)
+            if world.rank == 0: found[name].save_pretrained(folder, **about, **parts)
+        with checkpoint.reading(f'{folder}: z or keep'):
+            if name == 'gated': z = parts['z']['z'].to(device)
+            if name == 'pruned': keep = parts['keep']
     world.barrier()
     return found, z, keep
 
@@ -175,15 +171,6 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
             config, parts = checkpoint.load(baseline)
             checkpoint.save(tmp/'baseline', config, **parts)
 
-def _report(found, z, keep, recipe, text, run_dir, device): # -> rows
-    models = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
-    rows, log = measure(models, text, recipe.batch, recipe.eval_tokens), read_log(run_dir)
-    about = dict(recipe=asdict(recipe), corpus=Path(text.name).name, unit=text.unit, vocab=text.hash,
-                 tokens=rows[0]['tokens'], environment=environment(device), seconds=log['seconds'],
-                 keep=keep)
-    write_report(run_dir, rows, about, log['records'])
-    return rows
-
 def run(
     recipe: Recipe,
     corpus: str|None = None, # name or path, for `load_corpus`; None: the recipe's
@@ -222,4 +209,8 @@ def run(
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # the report is rewritten
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
-        return [] if world.rank else _report(found, z, keep, recipe, text, run_dir, device)
+        if world.rank: return []
+        nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
+        rows = measure(nets, text, recipe.batch, recipe.eval_tokens)
+        write_report(run_dir, rows, recipe, text, device, keep)
+        return rows
