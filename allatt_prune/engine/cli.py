@@ -97,8 +97,9 @@ def _score(args):
     rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(xs, ks)), sum(ks)]
             for i, (xs, ks) in enumerate(zip(scores.tolist(), keep.tolist()), 1)]
     head = ['', *(f'head {h}' for h in range(1, model.cfg.n_head + 1)), 'kept']
-    print(engine.report.markdown(head, rows), f'\n\n{args.method} on {len(ids):,} tokens of {text.name}; '
-          f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove', sep='')
+    print(engine.report.markdown(head, rows))
+    print(f'\n{args.method} on {len(ids):,} tokens of {text.name}; '
+          f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove')
 
 def _sample(args):
     import torch
@@ -150,7 +151,8 @@ def _option(p, name, usual, help, choices=None): # usual: a default, or a type i
     p.add_argument('--' + name.replace('_', '-'), help=help, **how)
 
 def _settings(groups, names): # an option per recipe field, explained if it is in a group
-    docs, kinds = docments(Recipe) | docments(LMConfig), {bool: boolean, list: integers, float|None: float}
+    docs = docments(Recipe) | docments(LMConfig)
+    kinds = {bool: boolean, list: integers, float|None: float}
     for f in (f for f in fields(Recipe) if f.name in names):
         help = docs[f.name].partition(';')[0] # a model to prune has values of its own
         if 'n_layer' in names: help += f" (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
@@ -184,7 +186,8 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         **_MODEL, prompt=('the ', 'text to continue'), n=(300, 'symbols to generate'),
         temperature=(.8, 'sampling temperature; 0: always the most probable symbol'),
         top_k=(0, 'sample from the k most probable symbols; 0: all'), seed=(0, 'sampling seed')), ()),
-    time=(_time, 'time training and inference, all heads and half', 'text8 --batch 4', _RECIPE, SHAPE + ['corpus', 'batch', 'dtype']))
+    time=(_time, 'time training and inference, all heads and half', 'text8 --batch 4', _RECIPE,
+          SHAPE + ['corpus', 'batch', 'dtype']))
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e6
 def _fail(message, status): # one line
@@ -204,7 +207,8 @@ def _command(jobs, name, job, does, example, options, settings):
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
     groups = {title: p.add_argument_group(title) if settings else p for title in (*GROUPS, 'output')}
-    groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs='?' if settings else None)
+    optional = '?' if settings else None
+    groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs=optional)
     for option, spec in [*others, *COMMON.items()]: _option(groups['output'], option, *spec)
     _settings(groups, settings)
     p.set_defaults(job=job)

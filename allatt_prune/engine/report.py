@@ -99,8 +99,8 @@ def write_report(
     told |= {k: getattr(recipe, k) for k in TOLD} | about['environment']
     setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
     parts = f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), LEGEND, setup
-    report, facts = '\n\n'.join(filter(None, parts)) + '\n', json.dumps(dict(rows=rows, **about), indent=1)
+    report = '\n\n'.join(filter(None, parts)) + '\n'
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))
-    checkpoint.write_file(run_dir/'report.json', facts.encode())
+    checkpoint.write_file(run_dir/'report.json', json.dumps(dict(rows=rows, **about), indent=1).encode())
     write_metrics(run_dir, log['records'])
     checkpoint.seal(run_dir, ['recipe.json', 'corpus.json', 'metrics.jsonl', 'report.md', 'report.json'])

@@ -104,8 +104,7 @@ def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by nam
         if ready:
             found[name], (_, parts) = LM.from_pretrained(folder).to(device), checkpoint.load(folder)
             if name != 'baseline' or checkpoint.saved_steps(run_dir/'checkpoints', name): # made here
-                with checkpoint.reading(f'{folder}: recipe.json'): was = Recipe.stored(parts['recipe'])
-                same_recipe(was, recipe, folder)
+                same_recipe(stored_recipe(folder), recipe, folder)
         else:
             found[name], parts = _make(name, recipe, corpus, found, z, run_dir, device, mine)
             if world.rank == 0: found[name].save_pretrained(folder, **about, **parts)
@@ -135,10 +134,10 @@ def parallel(name: str): # as for `pick_device`
     if several: dist.destroy_process_group()
 
 # %% ../../nbs/engine/08_run.ipynb #05766a8b
-def stored_recipe(run_dir: str|Path) -> Recipe:
-    "Read the recipe of a run. OSError if there is none."
-    with checkpoint.reading(f'{run_dir}: recipe.json'):
-        return Recipe.stored(checkpoint.read_part(run_dir, 'recipe.json'))
+def stored_recipe(folder: str|Path) -> Recipe:
+    "Read the recipe of a run or of a saved model. OSError if there is none."
+    with checkpoint.reading(f'{folder}: recipe.json'):
+        return Recipe.stored(checkpoint.read_part(folder, 'recipe.json'))
 
 def text_for(
     model: LM|str|Path, # a model that knows its vocabulary, or its folder or name
@@ -146,7 +145,7 @@ def text_for(
 ) -> Corpus:
     "Load a corpus with a model's unit and vocabulary."
     own = isinstance(model, LM)
-    if own and not model.vocab: raise ValueError('model: knows no vocabulary; train it on a corpus first')
+    if own and not model.vocab: raise ValueError('model: knows no vocabulary; train it on a text first')
     with checkpoint.reading('vocab.json of the model'):
         saved = model.vocab if own else checkpoint.read_part(model, 'vocab.json')
         unit, vocab = saved['unit'], [*map(''.join, saved['symbols'])]
@@ -197,8 +196,7 @@ def run(
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
-        first = {'recipe.json': asdict(recipe), 'corpus.json': is_text}
-        if not resume: _begin(run_dir, baseline, first)
+        if not resume: _begin(run_dir, baseline, {'recipe.json': asdict(recipe), 'corpus.json': is_text})
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
