@@ -101,7 +101,7 @@ class Recipe(LMConfig):
     method: str = 'gates' # how to choose heads: gates (trained), or a score
     sparsity: float|None = None # share of heads to remove; scores need it; None: those that gates close
     score_tokens: int = 10_000 # tokens of training text read by a score
-    repair: str = 'nothing' # training-free repair after a score has removed heads; scaled, least_squares
+    repair: str = 'nothing' # training-free repair after a score has removed heads: nothing or least_squares
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char (a-z and space), word, or raw (all characters); empty: usual unit of the corpus
     dtype: str = 'float32' # float32, or bfloat16 for the matrix products of training (autocast)
@@ -116,9 +116,10 @@ class Recipe(LMConfig):
         if self.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 0, or at least 2')
     @classmethod
     def stored(cls, saved: dict) -> 'Recipe': # of a recipe.json
-        "Recipe of a saved model or run. Older ones say 0 for no sparsity and have a per_layer."
+        "Recipe of a saved model or run. Older ones say 0 for no sparsity, and name what has gone."
         saved = {k: x for k, x in saved.items() if k != 'per_layer' or x}
-        return cls(**saved | dict(sparsity=saved.get('sparsity') or None))
+        r = cls(**saved | dict(sparsity=saved.get('sparsity') or None))
+        return replace(r, repair='nothing') if r.method == 'gates' else r # repairs follow scores only
     def config(self, vocab: int) -> LMConfig:
         "Configuration of the model for a vocabulary of this size; cutoffs beyond it are dropped."
         shape = {f.name: getattr(self, f.name) for f in fields(LMConfig)}
@@ -144,7 +145,7 @@ _books = _tiny | dict(
     eval_tokens=50_000, corpus='books8-small')
 _words = dict(cutoffs=[1_000, 4_000], corpus='books-word-small', unit='word')
 _best = dict(prune_dropout=False, teacher=.5, prune_lr=2e-3, method='leave_one_out', sparsity=.4,
-             score_tokens=20_000, repair='scaled')
+             score_tokens=20_000)
 _wt103 = dict(n_layer=16, seg_len=192, mem_len=192, batch=96, # §4.1; cutoffs of Transformer-XL
               cutoffs=[20_000, 40_000, 200_000], corpus='wikitext-103', unit='word')
 RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny),

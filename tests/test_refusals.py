@@ -43,10 +43,12 @@ def test_a_setting_of_another_type_or_range(wrong):
     with pytest.raises(ValueError, match='|'.join(wrong)): replace(TOY, **wrong)
 
 def test_recipes_of_older_folders():
-    old = dict(vars(TOY), per_layer=False, sparsity=0.)
     names = TOY.__dataclass_fields__
-    assert Recipe.stored({k: x for k, x in old.items() if k in (*names, 'per_layer')}) == TOY
+    old = {k: x for k, x in vars(TOY).items() if k in names} | dict(per_layer=False, sparsity=0.)
+    assert Recipe.stored(old) == TOY
     with pytest.raises(TypeError, match='per_layer'): Recipe.stored(dict(per_layer=True))
+    assert Recipe.stored(old | dict(repair='scaled')) == TOY                             # once the default, without effect on gates
+    assert Recipe.stored(old | dict(repair='scaled', method='taylor')).repair == 'scaled' # such a run is not continued in another way
 
 def test_a_number_is_a_constant_learning_rate():
     assert [s.lr for s in train_steps(make(), CORPUS, TOY, lr=1e-4)] == [1e-4] * 4

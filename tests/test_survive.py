@@ -14,9 +14,8 @@ from allatt_prune.model import LM
 from allatt_prune.engine.processes import Signals
 from allatt_prune.engine.resume import Stopped, read_log, train, write_metrics
 from allatt_prune.engine.report import table
-from allatt_prune.engine.run import MODELS, run
+from allatt_prune.engine.run import MODELS, Way, run, way
 from allatt_prune.config import get_recipe
-from allatt_prune.ways import Way, way
 
 RHYME = 'one two buckle my shoe three four knock at the door '
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,

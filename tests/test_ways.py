@@ -4,13 +4,12 @@ import pytest, torch
 from allatt_prune.config import get_recipe
 from allatt_prune.engine import resume
 from allatt_prune.engine.corpora import load_corpus
-from allatt_prune.engine.run import run
+from allatt_prune.engine.run import Way, run, way
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.remove import remove_heads
 from allatt_prune.targets import Target, TargetGates
 from allatt_prune.train import train
-from allatt_prune.ways import Way, way
 
 TOY = get_recipe('tiny', n_layer=3, d_model=32, n_head=4, n_persistent=8, seg_len=16, mem_len=16, batch=4, steps=4, warmup=1,
                  prune_steps=24, prune_warmup=2, gate_steps=20, gate_lr=.3, lam_warmup=8, log_every=2, valid_every=0,
@@ -82,7 +81,7 @@ def test_heads_are_removed_to_the_number_also_before_gates_are_frozen():
 @pytest.mark.parametrize('wrong,said', [
     (dict(method='taylor'), 'sparsity=None'), (dict(sparsity=0), 'no head would go'), (dict(sparsity=.04), 'no head would go'),
     (dict(method='taylor', sparsity=.97), 'all heads would go'), (dict(sparsity=.97), 'all heads would go'),
-    (dict(repair='least_squares'), 'for scores'), (dict(method='magic'), 'method=magic'),
+    (dict(repair='least_squares'), 'for scores'), (dict(method='taylor', sparsity=.5, repair='scaled'), 'give nothing or'), (dict(method='magic'), 'method=magic'),
     (dict(method='entropy', sparsity=.5, score_tokens=256), 'need 257')])
 def test_contradictions_are_refused_before_training(wrong, said):
     with pytest.raises(ValueError, match=said): way(replace(TOY, **wrong))

@@ -12,7 +12,8 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from fastcore.docments import docments
-from .. import __version__, engine
+import allatt_prune
+from .. import engine
 from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get_recipe
 from ..data import DataError, Streams, normalize, symbol_ids
 
@@ -24,9 +25,8 @@ def _find(args, *names): # model folder; in a run, the first of these models tha
     return next((p for name in names if (p := Path(args.model)/name).exists()), Path(args.model))
 
 def _open(args, *names): # as for `_find` -> model, z or None, folder
-    from allatt_prune import LM
     path, device = _find(args, *names), engine.run.pick_device(args.device)
-    model, (_, parts) = LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
+    model, (_, parts) = allatt_prune.LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
     with engine.checkpoint.reading(f'{path}: z'):
         z = parts['z']['z'].to(device) if 'z' in parts else None
     if 'gates' in parts and z is None: raise ValueError(f'model={path}: saved without z (multipliers)')
@@ -40,9 +40,9 @@ def _text(args, path): # read with the model's vocabulary
     return engine.run.text_for(path, _corpus(path) if args.corpus is None else args.corpus, args.cache)
 
 # %% ../../nbs/engine/09_cli.ipynb #fede0856
-def _share(args, cfg): # of the heads to remove; None: not given
+def _share(args, cfg, usual): # of the heads to remove
     heads, n = args.heads, cfg.n_layer * cfg.n_head
-    if heads is None: return cfg.sparsity if args.sparsity is None else args.sparsity
+    if heads is None: return usual
     if not 0 < heads < n: raise ValueError(f'heads={heads}: give 1 to {n - 1}, the heads to keep')
     return 1 - heads / n
 
@@ -59,47 +59,45 @@ def _recipe(args, run_dir): # recipe with the given settings; baseline folder or
         shape = {f: x for f, x in config.items() if f in SETTINGS}
         recipe = replace(recipe, **shape, corpus=_corpus(path))
     r = adjusted(recipe, **args.settings)
-    return replace(r, sparsity=_share(args, r)), path
+    return replace(r, sparsity=_share(args, r, r.sparsity)), path
 
 def _train(args): # run, train and prune
-    run, prune = engine.run, args.command == 'prune'
+    run, report, prune = engine.run, engine.report, args.command == 'prune'
     given = args.model if prune else args.recipe
     if prune and not given and not args.resume: raise ValueError('prune: give a model or --resume')
     if given and args.resume: raise ValueError(f'{given}: leave it out; the run to resume has its own')
     run_dir = Path(args.run_dir or f"runs/{'pruned' if prune else args.recipe or 'tiny'}")
     recipe, baseline = _recipe(args, run_dir)
-    models = [name for name in run.MODELS if name != 'control' or not prune or args.control]
-    if args.command == 'train': models = ['baseline']
+    models = run.MODELS if args.command == 'run' else run.MODELS[:1]
+    if prune: models = run.MODELS[:3 + args.control]           # the control is last
     with run.parallel(args.device) as device:
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # only the first process prints
-    report = engine.report
     told = report.summary(rows), report.table(rows), report.LEGEND, f'report: {run_dir}/report.md'
     print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
 def _evaluate(args):
-    from allatt_prune.train import evaluate
     model, z, path = _open(args, 'pruned', 'baseline')
     text = _text(args, path)
     ids = getattr(text, args.split)[:args.tokens or None]
     with engine.processes.Progress('evaluation', len(ids)) as bar:
-        loss = evaluate(model, ids, z, args.batch, after=bar.update)
+        loss = allatt_prune.evaluate(model, ids, z, args.batch, after=bar.update)
     print(f'{args.split} of {Path(text.name).name}: {loss:.4f} nats, {loss.bits:.4f} bits, perplexity '
           f'{loss.perplexity:.2f} over {len(ids) - 1:,} tokens, {text.unknown(ids[1:]):.1%} unknown')
 
 def _score(args):
-    from allatt_prune import importance
+    from allatt_prune.importance import keep_mask, score
     model, z, path = _open(args, 'baseline')
-    text, n_head = _text(args, path), model.cfg.n_head
+    text = _text(args, path)
     ids = text.train[:args.score_tokens]
-    scores = importance.score(model, ids, args.method, z=z, seed=args.seed)
-    keep = importance.keep_mask(scores, _share(args, model.cfg))
-    def cell(score, kept): return f'{score:.4g}' if kept else f'({score:.4g})'
-    rows = [[f'layer {i}', *map(cell, xs, ks), sum(ks)]
+    scores = score(model, ids, args.method, z=z, seed=args.seed)
+    keep = keep_mask(scores, _share(args, model.cfg, args.sparsity))
+    rows = [[f'layer {i}', *(f'{x:.4g}' if stays else f'({x:.4g})' for x, stays in zip(xs, ks)), sum(ks)]
             for i, (xs, ks) in enumerate(zip(scores.tolist(), keep.tolist()), 1)]
-    print(engine.report.markdown(['', *(f'head {h + 1}' for h in range(n_head)), 'kept'], rows))
+    head = ['', *(f'head {h}' for h in range(1, model.cfg.n_head + 1)), 'kept']
+    print(engine.report.markdown(head, rows))
     print(f'\n{args.method} on {len(ids):,} tokens of {text.name}; '
           f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove')
 
@@ -118,10 +116,9 @@ def _sample(args):
 
 def _time(args):
     import torch
-    from allatt_prune import load_corpus
     from allatt_prune.timing import in_turns, segment_job, train_job
     r, jobs = get_recipe(args.recipe or 'tiny', **dict(corpus='pydocs') | args.settings), {}
-    text, device = load_corpus(r.corpus, args.cache), engine.run.pick_device(args.device)
+    text, device = allatt_prune.load_corpus(r.corpus, args.cache), engine.run.pick_device(args.device)
     cfg, dtype = r.config(len(text.vocab)), getattr(torch, r.dtype)
     ids = Streams(text.train, r.batch, cfg.mem_len + cfg.seg_len + 1, text.name)[0][0].to(device)
     for n in (cfg.n_head, cfg.n_head // 2):
@@ -145,14 +142,13 @@ def integers(text): return [int(x) for x in text.split(',') if x]
 
 def _option(p, name, usual, help, choices=None): # usual: a default, or a type if there is none
     kind, usual = (usual, None) if callable(usual) else (type(usual), usual)
-    flag = '--' + name.replace('_', '-')
+    how = dict(type=kind, default=usual, choices=choices, metavar=None if choices else kind.__name__)
+    if usual is False: how = dict(action='store_true')
+    if usual: help += ' (default: %(default)s)'
     if name == 'sparsity':
         p = p.add_mutually_exclusive_group()
         _option(p, 'heads', int, 'heads to keep, instead of a sparsity')
-    if usual is False: return p.add_argument(flag, action='store_true', help=help)
-    if usual: help += ' (default: %(default)s)'
-    p.add_argument(flag, type=kind, default=usual, choices=choices, help=help,
-                   metavar=None if choices else kind.__name__)
+    p.add_argument('--' + name.replace('_', '-'), help=help, **how)
 
 def _settings(groups, names): # an option per recipe field, explained if it is in a group
     docs = docments(Recipe) | docments(LMConfig)
@@ -190,7 +186,8 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         **_MODEL, prompt=('the ', 'text to continue'), n=(300, 'symbols to generate'),
         temperature=(.8, 'sampling temperature; 0: always the most probable symbol'),
         top_k=(0, 'sample from the k most probable symbols; 0: all'), seed=(0, 'sampling seed')), ()),
-    time=(_time, 'time training and inference, all heads and half', 'text8 --batch 4', _RECIPE, SHAPE + ['corpus', 'batch', 'dtype']))
+    time=(_time, 'time training and inference, all heads and half', 'text8 --batch 4', _RECIPE,
+          SHAPE + ['corpus', 'batch', 'dtype']))
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e6
 def _fail(message, status): # one line
@@ -210,7 +207,8 @@ def _command(jobs, name, job, does, example, options, settings):
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
     groups = {title: p.add_argument_group(title) if settings else p for title in (*GROUPS, 'output')}
-    groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs='?' if settings else None)
+    optional = '?' if settings else None
+    groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs=optional)
     for option, spec in [*others, *COMMON.items()]: _option(groups['output'], option, *spec)
     _settings(groups, settings)
     p.set_defaults(job=job)
@@ -218,7 +216,7 @@ def _command(jobs, name, job, does, example, options, settings):
 def parser() -> Parser:
     "Build the parser of all subcommands."
     p = Parser(prog='allatt-prune', description='Find and remove attention heads that a model can spare')
-    p.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
+    p.add_argument('--version', action='version', version=f'%(prog)s {allatt_prune.__version__}')
     jobs = p.add_subparsers(dest='command', required=True, metavar='command')
     for name, spec in COMMANDS.items(): _command(jobs, name, *spec)
     return p

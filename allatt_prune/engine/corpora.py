@@ -122,7 +122,8 @@ def load_corpus(
     try:
         parts, usual = _find(name, unit)
         unit, hashes = unit or usual, _hashes(parts)
-        key = json.dumps([9, unit, SOURCES.get(name, hashes or sys.version), vocab]).encode() # 9: format version
+        # 9: version of the format
+        key = json.dumps([9, unit, SOURCES.get(name, hashes or sys.version), vocab]).encode()
         def make():
             files = _fetch(name, cache) if name in SOURCES else parts
             texts = [[blocks(f, None if unit == 'word' else 2**22) for f in part] for part in files]

@@ -7,16 +7,18 @@ __all__ = ['LEGEND', 'TOLD', 'measure', 'markdown', 'table', 'summary', 'write_r
 
 # %% ../../nbs/engine/07_report.ipynb #5b3e91a8
 import json
+from dataclasses import asdict
 from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from . import checkpoint
+from ..config import Recipe
 from ..cost import count_macs, count_params
 from ..data import Corpus
 from ..model import LM
 from .processes import Progress
-from .resume import write_metrics
-from ..timing import in_turns, segment_job
+from .resume import read_log, write_metrics
+from ..timing import environment, in_turns, segment_job
 from ..train import evaluate
 
 # %% ../../nbs/engine/07_report.ipynb #6d629ca6
@@ -35,14 +37,12 @@ def measure(
     splits = [ids[:eval_tokens or None] for ids in (corpus.valid, corpus.test)]
     bar = Progress('evaluation', len(nets) * sum(map(len, splits)))
     for name, m, z, t in zip(names, nets, zs, times):
-        valid, test = (evaluate(m, ids, z, after=bar.update) for ids in splits)
+        valid, test = (evaluate(m, ids, z, after=bar.update).as_usual(unit) for ids in splits)
         heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
         size, macs = count_params(m), round(count_macs(m, batch)['total'])
-        rows.append(dict(
-            model=name, heads=heads, of=cfg.n_layer*cfg.n_head,
-            blocks=size['blocks'], params=size['total'], macs=macs,
-            unit=unit, valid=valid.as_usual(unit), test=test.as_usual(unit),
-            tokens=[len(ids) - 1 for ids in splits], ms=t.median, spread=t.spread))
+        rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=size['blocks'],
+                         params=size['total'], macs=macs, unit=unit, valid=valid, test=test,
+                         tokens=[len(ids) - 1 for ids in splits], ms=t.median, spread=t.spread))
     bar.close()
     return rows
 
@@ -85,20 +85,22 @@ def summary(rows: list[dict]) -> str: # from `measure`
 TOLD = 'seed steps prune_steps method sparsity lam repair'.split() # settings shown in the report
 
 def write_report(
-    run_dir: Path,
+    run_dir: Path, # with the checkpoints of the run
     rows: list[dict], # from `measure`
-    about: dict, # recipe, corpus, unit, vocab, tokens, environment, seconds, keep
-    records: list[dict] # of all phases, from `read_log`
+    recipe: Recipe, corpus: Corpus, device: str, # of the run
+    keep: list|None = None # heads that the pruned model keeps (l h)
 ):
     "Write report.md, report.json and metrics.jsonl, then the manifest."
-    kept, scored = about['keep'] and [*map(sum, about['keep'])], '{:,} of validation and {:,} of test text'
-    told = {'heads of each layer': kept, 'tokens scored': scored.format(*rows[0]['tokens'])}
-    told |= {k: about['recipe'][k] for k in TOLD} | about['environment']
-    title = f"# Layer-wise head pruning, corpus {about['corpus']}"
+    log, tokens, name = read_log(run_dir), rows[0]['tokens'], Path(corpus.name).name
+    about = dict(recipe=asdict(recipe), corpus=name, unit=corpus.unit, vocab=corpus.hash, tokens=tokens,
+                 environment=environment(device), seconds=log['seconds'], keep=keep)
+    told = {'heads of each layer': keep and [*map(sum, keep)],
+            'tokens scored': '{:,} of validation and {:,} of test text'.format(*tokens)}
+    told |= {k: getattr(recipe, k) for k in TOLD} | about['environment']
     setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
-    report = '\n\n'.join(filter(None, [title, summary(rows), table(rows), LEGEND, setup])) + '\n'
-    facts = json.dumps(dict(rows=rows, **about), indent=1)
+    parts = f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), LEGEND, setup
+    report = '\n\n'.join(filter(None, parts)) + '\n'
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))
-    checkpoint.write_file(run_dir/'report.json', facts.encode())
-    write_metrics(run_dir, records)
+    checkpoint.write_file(run_dir/'report.json', json.dumps(dict(rows=rows, **about), indent=1).encode())
+    write_metrics(run_dir, log['records'])
     checkpoint.seal(run_dir, ['recipe.json', 'corpus.json', 'metrics.jsonl', 'report.md', 'report.json'])

@@ -58,7 +58,7 @@ def sha(data): return hashlib.sha256(data).hexdigest()
 
 # texts
 
-def runs(lines, n, tokens): # as in nbs/lessons/corpora.ipynb: n runs of lines, evenly spaced, each of at least so many tokens
+def runs(lines, n, tokens): # as in nbs/results/books.py: n runs of lines, evenly spaced, each of at least so many tokens
     for i in range(n):
         found = 0
         for line in lines[i*len(lines)//n:]:

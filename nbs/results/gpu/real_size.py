@@ -18,7 +18,7 @@ from allatt_prune.remove import remove_heads
 from allatt_prune.repair import scaled
 from allatt_prune.timing import environment
 from allatt_prune.train import train_steps
-from allatt_prune.ways import way
+from allatt_prune.engine.run import way
 
 SYMBOLS, PASSAGE, STREAMS = ' abcdefghijklmnopqrstuvwxyz', 2_500, 200
 PREDICTED = dict(baseline=1.60, control=1.57, leave_one_out=1.61, small=1.61, gates=1.62, random=1.64) # bits of the test text, before any run, for 6,000 steps
