@@ -9,7 +9,7 @@ __all__ = ['Distill']
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .model import LM
-from .train import check_vocab, evaluating
+from .training import check_vocab, evaluating
 
 # %% ../nbs/beyond/03_distill.ipynb #6036b0e8
 class Distill:

@@ -20,7 +20,7 @@ from .hf_models import KINDS, PRUNED, add_architecture, units_of, weight_rows
 from .importance import ADAPTERS, keep_mask, seeded
 from .model import wide
 from .targets import Target, TargetGates
-from .train import evaluating
+from .training import evaluating
 
 # %% ../nbs/beyond/07_hf.ipynb #61b7c1dd
 def is_causal(model) -> bool:

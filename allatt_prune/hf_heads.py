@@ -16,7 +16,7 @@ from .hf_models import (KINDS, Pruned, Units, architecture, at, cut, layers, n_h
 from .model import wide
 from .importance import seeded
 from .remove import mask_and_z, per_head, unwrapped
-from .train import evaluating, same_modes
+from .training import evaluating, same_modes
 
 # %% ../nbs/beyond/06_hf_heads.ipynb #3b5beb40
 def plain(model) -> transformers.PreTrainedModel:

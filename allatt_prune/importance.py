@@ -21,7 +21,7 @@ from .data import Streams
 from .engine.fused import weights
 from .model import LM, exact
 from .remove import per_head, remove_heads, unwrapped
-from .train import check_ids, evaluate, evaluating
+from .training import check_ids, evaluate, evaluating
 
 # %% ../nbs/beyond/00_importance.ipynb #35db4a93
 def tokens_needed(cfg: LMConfig, batch: int = 8) -> int: # or a recipe; streams

@@ -12,7 +12,7 @@ from torch import Tensor
 from .gates import output_scale
 from .importance import heads_of
 from .model import exact
-from .train import evaluating
+from .training import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
 @torch.no_grad()

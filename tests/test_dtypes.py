@@ -6,7 +6,7 @@ from allatt_prune.importance import METHODS, score
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM, LMConfig
 from allatt_prune.config import get_recipe
-from allatt_prune.train import evaluate, train
+from allatt_prune.training import evaluate, train
 from allatt_prune.engine.run import way
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)

@@ -2,7 +2,7 @@
 import pytest, torch
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LMConfig
-from allatt_prune.train import evaluate
+from allatt_prune.training import evaluate
 
 CFG = dict(vocab=40, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, cutoffs=[10, 20])
 

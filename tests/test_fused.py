@@ -34,7 +34,7 @@ def test_without_its_kernel_the_numbers_stay(kernels, broken):
     kernels['cpu'] = broken
     x = inputs()
     assert fused.choose(x[0], 0.) == 'rows'
-    same(results(fused.attend, x), results(attention.attend, x))
+    same(results(fused.fused_attend, x), results(attention.attend, x))
 
 SHAPES = dict(usual={}, uneven=dict(heads=[4, 0, 2]), no_memory=dict(mem_len=0), short_memory=dict(mem_len=5),
               long_memory=dict(mem_len=20), plain_keys=dict(n_persistent=0, d_ff=24))
@@ -64,8 +64,8 @@ def test_a_saved_model_opens_as_either(shape, tmp_path):
 @pytest.mark.parametrize('dropout', [0., .3])
 def test_compiles_as_one_graph_with_the_same_numbers(dropout):
     x = inputs()
-    compiled = torch.compile(fused.attend, fullgraph=True, backend='aot_eager')
-    same(results(compiled, x, dropout=dropout), results(fused.attend, x, dropout=dropout))
+    compiled = torch.compile(fused.fused_attend, fullgraph=True, backend='aot_eager')
+    same(results(compiled, x, dropout=dropout), results(fused.fused_attend, x, dropout=dropout))
 
 @pytest.mark.parametrize('name,dtype', [('flash', torch.bfloat16), ('efficient', torch.float32)])
 @pytest.mark.parametrize('dropout', [0., .2])

@@ -64,9 +64,9 @@ def test_the_first_import_may_be_any():
     each_in_a_new_process([f'import allatt_prune.{first}\nfrom allatt_prune.model import LM\n{complete}' for first in MODULES]
                           + [f'from allatt_prune import LM\n{complete}'])
 
-ORDERS = """import allatt_prune.train
+ORDERS = """import allatt_prune.training
 from allatt_prune import train
-from allatt_prune.train import evaluate
+from allatt_prune.training import evaluate
 assert callable(train) and allatt_prune.train is train and train.__module__ == 'allatt_prune.train'""".splitlines()
 
 def test_train_is_the_function_whatever_is_imported_first():

@@ -8,7 +8,7 @@ from allatt_prune.model import LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import REPAIRS
 from allatt_prune.targets import TargetGates
-from allatt_prune.train import evaluate
+from allatt_prune.training import evaluate
 
 KINDS = dict(plain={}, xl=dict(n_persistent=0, d_ff=16), words=dict(vocab=40, cutoffs=[10, 20]),
              memoryless=dict(mem_len=0), short=dict(mem_len=3), long=dict(mem_len=20))

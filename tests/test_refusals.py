@@ -12,7 +12,7 @@ from allatt_prune.engine.checkpoint import build
 from allatt_prune.importance import keep_mask, score
 from allatt_prune.model import exact
 from allatt_prune.targets import Target, TargetGates
-from allatt_prune.train import evaluating, train_steps
+from allatt_prune.training import evaluating, train_steps
 
 CFG = dict(vocab=10, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)
 TOY = get_recipe('tiny', n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, batch=2, steps=4, warmup=1,
@@ -165,7 +165,7 @@ REFUSED = dict(
     closed=lambda: keep_mask(torch.tensor([[1., 2, -math.inf, -math.inf]]), .25), share=lambda: keep_mask(torch.rand(2, 4), -.5),
     multiplier=lambda: remove_heads(make(), torch.ones(2, 2), torch.full((2, 2), float('nan'))),
     part=lambda: (lambda m: (m.layers.train(), m.generate(torch.tensor([[1]]), 3)))(make().eval()),
-    costs=lambda: keep_mask(torch.tensor([[1., -math.inf]]), .25, costs=torch.tensor([1., 2])), persistent=lambda: fused.attend(
+    costs=lambda: keep_mask(torch.tensor([[1., -math.inf]]), .25, costs=torch.tensor([1., 2])), persistent=lambda: fused.fused_attend(
         *(torch.rand(1, 2, 3, 4) for _ in range(3)), torch.rand(2, 3, 4), torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 5, 4), torch.rand(2, 6, 4)))
 
 @pytest.mark.parametrize('name', REFUSED)

@@ -9,7 +9,7 @@ from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.remove import remove_heads
 from allatt_prune.targets import Target, TargetGates
-from allatt_prune.train import train
+from allatt_prune.training import train
 
 TOY = get_recipe('tiny', n_layer=3, d_model=32, n_head=4, n_persistent=8, seg_len=16, mem_len=16, batch=4, steps=4, warmup=1,
                  prune_steps=24, prune_warmup=2, gate_steps=20, gate_lr=.3, lam_warmup=8, log_every=2, valid_every=0,

@@ -19,7 +19,7 @@ from ..model import LM
 from .processes import Progress
 from .resume import read_log, write_metrics
 from ..timing import environment, in_turns, segment_job
-from ..train import evaluate
+from ..training import evaluate
 
 # %% ../../nbs/engine/07_report.ipynb #6d629ca6
 def measure(

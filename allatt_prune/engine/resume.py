@@ -19,7 +19,7 @@ from ..data import Corpus, DataError
 from . import checkpoint
 from .processes import Processes, Progress, Signals, Stopped
 from ..model import LM
-from ..train import TrainState, evaluate, record, train_steps
+from ..training import TrainState, evaluate, record, train_steps
 
 # %% ../../nbs/engine/05_resume.ipynb #3dbdb018
 def read_log(run_dir: str|Path) -> dict: # records of all phases; training seconds by phase
@@ -129,7 +129,7 @@ def train(
     text_loss: Callable = LM.__call__, # as for `TrainState`
     lr: Callable|float|None = None # as for `train_steps`
 ) -> list[dict]: # records of this phase
-    "Train like `train.train`, with checkpoints. Raises `Stopped` after a signal."
+    "Train like `training.train`, with checkpoints. Raises `Stopped` after a signal."
     r, phase = (recipe, phase or 'baseline') if gates is None else (recipe.pruning(), phase or 'gated')
     world, s = Processes(), TrainState.new(model, corpus, r, gates, start=start, text_loss=text_loss)
     modules = dict(model=model, gates=gates, penalty=penalty)

@@ -2,14 +2,14 @@
 
   PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=2 python paper_size.py    (a minute)
 
-Writes paper_size.json beside this file if there is none. 07_cost reads it. The text is random, so that all clusters of words occur."""
+Writes paper_size.json beside this file if there is none. 06_cost reads it. The text is random, so that all clusters of words occur."""
 import time
 from pathlib import Path
 import torch
 from allatt_prune.config import get_recipe
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.timing import train_job
-from allatt_prune.train import make_optimizers
+from allatt_prune.training import make_optimizers
 from experiment import peak_memory, recorded # of nbs/experiments
 
 VOCABULARY, BATCHES = dict(text8=27, wt103=267_735), (1, 2)

@@ -38,7 +38,7 @@ def only(context): # the kernel of the context part
 def job(cfg, batch, what, how): # -> a function; how: plain, blocks, triton, compiled
     torch.manual_seed(0)
     cfg = replace(cfg, **DROPOUT if what == 'train, dropout' else dict(dropout=0., attn_dropout=0.))
-    model = LM(cfg, attention.attend if how == 'plain' else fused.attend).cuda()
+    model = LM(cfg, attention.attend if how == 'plain' else fused.fused_attend).cuda()
     ids = torch.randint(27, (batch, cfg.mem_len + cfg.seg_len + 1), device='cuda')
     if what == 'read': model = model.bfloat16()
     if how == 'compiled':
@@ -66,7 +66,7 @@ def writing(name, cfg, n=64): # tokens per second of all streams
     rows = []
     for heads in (cfg.n_head, cfg.n_head // 2):
         torch.manual_seed(0)
-        model = LM(replace(cfg, heads=[heads]*cfg.n_layer), fused.attend).cuda().bfloat16().eval()
+        model = LM(replace(cfg, heads=[heads]*cfg.n_layer), fused.fused_attend).cuda().bfloat16().eval()
         for b in (1, 64):
             ids = torch.randint(27, (b, 256), device='cuda')
             t, = in_turns([lambda: model.generate(ids, n)], repeats=3, warmup=1)

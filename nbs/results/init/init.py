@@ -7,7 +7,7 @@ from allatt_prune.config import get_recipe
 from allatt_prune.engine.checkpoint import build, write_file
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.timing import environment
-from allatt_prune.train import evaluate, train_steps
+from allatt_prune.training import evaluate, train_steps
 
 torch.set_num_threads(1)
 SMALLER = dict(n_layer=4, n_persistent=512, seg_len=128, mem_len=128, batch=8, steps=300, warmup=100)
