@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np, pooch, pytest
 from hypothesis import given, settings, strategies as st
 from allatt_prune.config import get_recipe
-from allatt_prune.data import UNKNOWN, Corpus, DataError, Ids, normalize, vocab_hash
+from allatt_prune.data import UNKNOWN, Corpus, DataError, Ids, vocab_hash
+from allatt_prune.engine.text import from_text, from_texts, normalize
 from allatt_prune.engine import checkpoint, corpora
 from allatt_prune.engine.corpora import blocks, load_corpus
 from allatt_prune.engine.run import text_for
@@ -283,7 +284,7 @@ def test_packed_or_not_in_a_folder_or_alone(home, end):
     is_wikitext(load_corpus('t', unit='word'))
     chars, raw = load_corpus('t'), load_corpus('t', unit='raw')
     assert chars.decode(chars.valid) == normalize(TEXTS['valid']) and raw.decode(raw.valid) == TEXTS['valid']
-    same(load_corpus(f'alone{end}', unit='raw'), Corpus.from_text(TEXT, 'raw'))
+    same(load_corpus(f'alone{end}', unit='raw'), from_text(TEXT, 'raw'))
 
 @pytest.mark.filterwarnings('ignore:.*left out')
 def test_books(home):
@@ -312,7 +313,7 @@ def test_a_changed_file_is_prepared_again_and_no_other(home, monkeypatch):
         same(load_corpus('b.txt'), first)
     made('a.txt', TEXT.replace('door', 'gate'))                                      # of the same length
     os.utime('a.txt', (0, 0))                                                        # and time
-    same(load_corpus('a.txt'), Corpus.from_text(TEXT.replace('door', 'gate')))
+    same(load_corpus('a.txt'), from_text(TEXT.replace('door', 'gate')))
     made('d/train.txt', TEXT), made('d/valid.txt', TEXT.upper()), made('d/test.txt', 'one two ' * 9)
     three = load_corpus('d', unit='raw')
     os.rename('d/valid.txt', 'x'), os.rename('d/train.txt', 'd/valid.txt'), os.rename('x', 'd/train.txt')
@@ -376,7 +377,7 @@ def test_lost_letters_are_told_at_every_load(home, text, lost):
         assert len(messages) == len(warned + logged) == (lost > 0)
     if lost > .001:
         with pytest.warns(UserWarning, match='a.txt: .*outside a-z.*unit=raw'): text_for('tiny-books', 'a.txt')
-        with pytest.warns(UserWarning, match='outside a-z'): Corpus.from_text(text)
+        with pytest.warns(UserWarning, match='outside a-z'): from_text(text)
     for unit in ('raw', 'word'): assert not told('a.txt', unit=unit)[1] and load_corpus('a.txt', unit=unit).lost == 0
 
 PROSE = 'It was "Emma" who said:\nI have 2 cats, and a dog.\n\n' * 30
@@ -433,7 +434,7 @@ def test_ids_know_their_vocabulary(home):
     made('a.txt', TEXT), made('b.txt', TEXT.replace('knock', 'quack'))
     a, b = load_corpus('a.txt'), load_corpus('b.txt')
     assert a.hash != b.hash and load_corpus('a.txt', unit='raw').hash != a.hash
-    text, symbols = Corpus.from_text(TEXT), Corpus.from_texts([[['one two\n'] * 50]], 'word')
+    text, symbols = from_text(TEXT), from_texts([[['one two\n'] * 50]], 'word')
     for c in (a, b, load_corpus('b.txt', vocab=[*' abcdefghijklmnopqrstuvwxyz']), text, symbols):
         assert c.hash == vocab_hash(c.unit, c.vocab)
         for ids in (c.train, c.valid, c.test, c.train[3:-1], c.train[:9][::2], c.train[:9].copy(), c.train.astype(np.int64)):
@@ -458,7 +459,7 @@ def test_any_text_cut_anywhere(tmp_path_factory, text, before, unit, size):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(corpora, 'blocks', lambda path, block=size: blocks(path, block and size))
         corpus = load_corpus(folder/'a.txt', folder/'cache', unit)
-    same(corpus, Corpus.from_text(text, unit))
+    same(corpus, from_text(text, unit))
     symbols = obvious(text.removesuffix('\n') + '\n') if unit == 'word' else [*(normalize(text) if unit == 'char' else text)]
     counts, odd = Counter(symbols[:len(corpus.train)]), UNKNOWN[unit]
     vocab = [w for w, _ in counts.most_common()] if unit == 'word' else sorted(counts)

@@ -6,7 +6,7 @@ from allatt_prune import attention
 from allatt_prune.config import get_recipe
 from allatt_prune.engine import checkpoint, fused, run as running
 from allatt_prune.engine.corpora import load_corpus
-from allatt_prune.engine.resume import Stopped, train
+from allatt_prune.engine.resume import Stopped, train_run
 from allatt_prune.engine.run import run
 from allatt_prune.importance import METHODS, score
 from allatt_prune.model import LMConfig
@@ -138,7 +138,7 @@ def test_training_is_the_cpus(dtype):
     for device in ('cpu', 'cuda'):
         recipe = get_recipe('tiny', **TOY | dict(dropout=0., attn_dropout=0., dtype=dtype))
         torch.manual_seed(0)
-        found[device] = [r['loss'] for r in train(checkpoint.build(recipe.config(27)).to(device), corpus, recipe)]
+        found[device] = [r['loss'] for r in train_run(checkpoint.build(recipe.config(27)).to(device), corpus, recipe)]
     assert found['cuda'] == pytest.approx(found['cpu'], rel=1e-4 if dtype == 'float32' else 1e-2) and found['cuda'] != found['cpu']
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -151,9 +151,9 @@ def test_a_run_stopped_and_resumed(tmp_path, monkeypatch, dtype, optimizer):
     def watched(*args, phase=None, **kw):
         def after(s):
             if (phase, s.step) == ('gated', 6): raise Stopped(15)
-        return train(*args, phase=phase, after=after, **kw)
+        return train_run(*args, phase=phase, after=after, **kw)
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(running, 'train', watched)
+        patch.setattr(running, 'train_run', watched)
         go('cut')
     again = go('cut', resume=True)
     assert [r['test'] for r in again] == pytest.approx([r['test'] for r in rows], abs=1e-3 if dtype == 'float32' else .02)
@@ -163,12 +163,12 @@ def test_deterministic_algorithms_resume_to_the_last_bit(tmp_path, monkeypatch):
     def watched(*args, **kw):
         def after(s):
             if s.step == 6: raise Stopped(15)
-        return train(*args, **kw, after=after)
+        return train_run(*args, **kw, after=after)
     torch.use_deterministic_algorithms(True)
     try:
         rows = go('whole')
         with monkeypatch.context() as patch, pytest.raises(Stopped):
-            patch.setattr(running, 'train', watched)
+            patch.setattr(running, 'train_run', watched)
             go('cut')
         assert [r['test'] for r in go('cut', resume=True)] == [r['test'] for r in rows]
     finally: torch.use_deterministic_algorithms(False)

@@ -23,7 +23,7 @@ def test_a_mistake_is_one_line_without_slow_libraries():
         done = python('-c', f"import sys; sys.argv[1:] = {words.split()}\nfrom allatt_prune.engine.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)")
         assert (done.returncode, done.stdout) == (2, 'False\n') and done.stderr.startswith(f'allatt-prune: error: {said}') and done.stderr.count('\n') == 1
 
-NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='train', evaluate='train', remove_heads='remove', text_for='engine.run')
+NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='training', evaluate='training', remove_heads='remove', text_for='engine.run')
 
 def test_public_names_are_those_of_their_modules():
     everything = {}
@@ -67,7 +67,7 @@ def test_the_first_import_may_be_any():
 ORDERS = """import allatt_prune.training
 from allatt_prune import train
 from allatt_prune.training import evaluate
-assert callable(train) and allatt_prune.train is train and train.__module__ == 'allatt_prune.train'""".splitlines()
+assert callable(train) and allatt_prune.train is train and train.__module__ == 'allatt_prune.training'""".splitlines()
 
 def test_train_is_the_function_whatever_is_imported_first():
     firsts = *ORDERS[:3], 'import allatt_prune', 'import allatt_prune.engine.resume', 'import allatt_prune.engine.cli'

@@ -8,7 +8,7 @@ from allatt_prune.gates import HeadGates
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.model import LM
 from allatt_prune.engine import resume
-from allatt_prune.engine.resume import Stopped, train
+from allatt_prune.engine.resume import Stopped, train_run
 from allatt_prune.config import get_recipe
 
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, log_every=1, save_every=0, valid_every=0,
@@ -44,13 +44,13 @@ def of_process(rank, world, folder):
         draw, forward = gates.forward, model.forward
         gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
         model.forward = lambda ids, *args: (seen.append(ids[:, 0].tolist()) if model.training else 0, forward(ids, *args))[1]
-        records = train(model, corpus, recipe, gates, f'{folder}/{name}')
+        records = train_run(model, corpus, recipe, gates, f'{folder}/{name}')
         checkpoint.save(f'{folder}/{name}-{rank}', dict(records=records, seen=seen, seed=torch.initial_seed()), state=state(model, gates), noise=dict(noise=torch.stack(noise)))
     model, corpus, recipe, gates = make(torch.float64)                                # begun by one process, ended by two
-    train(model, corpus, recipe, gates, f'{folder}/grown', resume=True)
+    train_run(model, corpus, recipe, gates, f'{folder}/grown', resume=True)
     checkpoint.save(f'{folder}/grown-{rank}', {}, state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64)                                # begun by two; only one of them is told to stop
-    with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/shrunk', after=stopping(rank == 1))
+    with pytest.raises(Stopped): train_run(model, corpus, recipe, gates, f'{folder}/shrunk', after=stopping(rank == 1))
     evaluate = resume.evaluate
     for told in (0, 1):                                                               # only one of them is told, in a validation; then both go on
         def validates(*args, **how):
@@ -58,11 +58,11 @@ def of_process(rank, world, folder):
             return evaluate(*args, **how)
         model, corpus, recipe, gates = make(torch.float64, valid_every=7)
         resume.evaluate = validates
-        with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/told{told}')
-        with pytest.raises(Stopped): train(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True) # at 14, or again at 7
+        with pytest.raises(Stopped): train_run(model, corpus, recipe, gates, f'{folder}/told{told}')
+        with pytest.raises(Stopped): train_run(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True) # at 14, or again at 7
         resume.evaluate = evaluate
         model, corpus, recipe, gates = make(torch.float64, valid_every=7)
-        records = train(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True)
+        records = train_run(model, corpus, recipe, gates, f'{folder}/told{told}', resume=True)
         checkpoint.save(f'{folder}/told{told}-{rank}', dict(records=records), state=state(model, gates))
     model, corpus, recipe, gates = make(torch.float64, dropout=.1)                   # NaN in one process only
     forward = LM.forward
@@ -71,7 +71,7 @@ def of_process(rank, world, folder):
         poisoned.calls += 1
         return (loss * math.nan if rank == 1 and poisoned.calls == 7 else loss), mems
     poisoned.calls, LM.forward = 0, poisoned
-    try: train(model, corpus, recipe, gates, f'{folder}/nan')
+    try: train_run(model, corpus, recipe, gates, f'{folder}/nan')
     except FloatingPointError as e: Path(f'{folder}/nan-{rank}').write_text(str(e))
     LM.forward = forward
     dist.destroy_process_group()
@@ -80,7 +80,7 @@ def of_process(rank, world, folder):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp('two')
     model, corpus, recipe, gates = make(torch.float64)
-    with pytest.raises(Stopped): train(model, corpus, recipe, gates, folder/'grown', after=stopping(True))
+    with pytest.raises(Stopped): train_run(model, corpus, recipe, gates, folder/'grown', after=stopping(True))
     mp.spawn(of_process, (2, str(folder)), nprocs=2)
     return folder
 
@@ -90,7 +90,7 @@ def test_two_processes_are_one(two, case):
     model, corpus, recipe, gates = make(dtype, optimizer, **changes)
     noise, draw = [], gates.forward
     gates.forward = lambda: (noise.append(draw()), noise[-1])[1]
-    records = train(model, corpus, recipe, gates)
+    records = train_run(model, corpus, recipe, gates)
     one, (a, b) = state(model, gates), (checkpoint.load(two/f'{case}-{rank}') for rank in (0, 1))
     for k in one:
         assert torch.equal(a[1]['state'][k], b[1]['state'][k]), k                       # on both the same bits
@@ -107,17 +107,17 @@ def test_two_processes_are_one(two, case):
 
 def test_begun_by_one_ended_by_two_and_the_reverse(two):
     model, corpus, recipe, gates = make(torch.float64)
-    train(model, corpus, recipe, gates)
+    train_run(model, corpus, recipe, gates)
     other, _, _, others = make(torch.float64)
     assert checkpoint.newest(two/'shrunk'/'checkpoints', 'gated')[0]['step'] == 14
-    train(other, corpus, recipe, others, two/'shrunk', resume=True)
+    train_run(other, corpus, recipe, others, two/'shrunk', resume=True)
     torch.testing.assert_close(state(other, others), state(model, gates), rtol=0, atol=1e-12)
     for rank in (0, 1): torch.testing.assert_close(checkpoint.load(two/f'grown-{rank}')[1]['state'], state(model, gates), rtol=0, atol=1e-12)
 
 @pytest.mark.parametrize('told', (0, 1))
 def test_one_is_told_in_a_validation(two, told):
     model, corpus, recipe, gates = make(torch.float64, valid_every=7)
-    records = train(model, corpus, recipe, gates)
+    records = train_run(model, corpus, recipe, gates)
     for rank in (0, 1):
         config, parts = checkpoint.load(two/f'told{told}-{rank}')
         torch.testing.assert_close(parts['state'], state(model, gates), rtol=0, atol=1e-12)
@@ -168,10 +168,10 @@ def test_run_on_two_processes(folder):
 BREAKS = '''
 import os
 from allatt_prune.engine import cli, run
-train = run.train
+train_run = run.train_run
 def after(t):
     if t.step == 3 and os.environ['RANK'] == '1': raise OSError('disk=b: gone; find it')
-run.train = lambda *args, **how: train(*args, after=after, **how)
+run.train_run = lambda *args, **how: train_run(*args, after=after, **how)
 cli.main()
 '''
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from allatt_prune import HeadGates, LM, LMConfig, evaluate, get_recipe, remove_heads, text_for, train
 from allatt_prune.config import Recipe
-from allatt_prune.data import Corpus, DataError
+from allatt_prune.data import DataError
+from allatt_prune.engine.text import from_text
 from allatt_prune.distill import Distill
 from allatt_prune.engine import fused
 from allatt_prune.engine.checkpoint import build
@@ -68,7 +69,7 @@ def test_streams_that_there_cannot_be(batch):
     with pytest.raises(ValueError, match=f'batch={batch}'): evaluate(make(), IDS, batch=batch)
 
 def test_a_text_of_another_vocabulary(tmp_path):
-    ours, other = Corpus.from_text(RHYME), Corpus.from_text(RHYME.replace('b', 'p').replace('u', 'z')) # as many symbols
+    ours, other = from_text(RHYME), from_text(RHYME.replace('b', 'p').replace('u', 'z')) # as many symbols
     assert len(ours.vocab) == len(other.vocab)
     model = LM(TOY.config(len(ours.vocab)))
     train(model, ours, TOY)
@@ -117,7 +118,7 @@ def test_every_module_keeps_its_mode(job):
         job(m)
         assert modes(m) == before
 
-CORPUS = Corpus.from_text('abcdefghij' * 40, 'raw')
+CORPUS = from_text('abcdefghij' * 40, 'raw')
 
 def test_a_frozen_layer_has_no_dropout_while_others_train():
     m, seen = make(dropout=.5, attn_dropout=.5), []

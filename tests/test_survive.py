@@ -12,7 +12,7 @@ from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
 from allatt_prune.model import LM
 from allatt_prune.engine.processes import Signals
-from allatt_prune.engine.resume import Stopped, read_log, train, write_metrics
+from allatt_prune.engine.resume import Stopped, read_log, train_run, write_metrics
 from allatt_prune.engine.report import table
 from allatt_prune.engine.run import MODELS, Way, run, way
 from allatt_prune.config import get_recipe
@@ -45,8 +45,8 @@ def small(**changes): # recipe, text, and a function that makes the model
     return recipe, text, lambda: checkpoint.build(recipe.config(len(text.vocab)))
 
 def after_steps(monkeypatch, look): # calls look(phase, steps done) after every step of a run
-    def watched(*args, phase=None, **how): return train(*args, phase=phase, after=lambda t: look(phase, t), **how)
-    monkeypatch.setattr(running, 'train', watched)
+    def watched(*args, phase=None, **how): return train_run(*args, phase=phase, after=lambda t: look(phase, t), **how)
+    monkeypatch.setattr(running, 'train_run', watched)
 
 # ---- exact resume
 
@@ -255,7 +255,7 @@ def test_planted_links_are_not_followed(world):
     (world/'fresh').mkdir()
     (world/'fresh'/'metrics.jsonl').symlink_to(world/'outside'/'new')                   # a training of its own, without a run
     recipe, text, make = small()
-    train(make(), text, recipe, run_dir='fresh')
+    train_run(make(), text, recipe, run_dir='fresh')
     assert not (world/'outside'/'new').exists() and not (world/'fresh'/'metrics.jsonl').is_symlink()
 
 def everything(folder): return {str(p): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
@@ -281,7 +281,7 @@ def test_records_behind_a_link_are_not_copied(world):
     (world/'secret.jsonl').write_text('{"phase": "secret", "step": 1}\n')
     (world/'linked').mkdir(), (world/'linked'/'metrics.jsonl').symlink_to(world/'secret.jsonl')
     recipe, text, make = small()
-    train(make(), text, recipe, run_dir='linked')
+    train_run(make(), text, recipe, run_dir='linked')
     assert {r['phase'] for r in read_log('linked')['records']} == {'baseline'} and 'secret' not in (world/'linked'/'metrics.jsonl').read_text()
 
 def test_a_model_with_outside_names_is_not_pruned(world):
@@ -313,13 +313,13 @@ def test_a_recipe_of_another_type_is_refused_in_one_line(world, value):
 def test_a_checkpoint_of_another_type_is_refused_in_one_line(world, file, value):
     recipe, text, make = small()
     folder = world/'odd'
-    if not folder.exists(): train(make(), text, recipe, HeadGates(2, 4), folder)
+    if not folder.exists(): train_run(make(), text, recipe, HeadGates(2, 4), folder)
     there = world/'odd-now'
     shutil.rmtree(there, ignore_errors=True), shutil.copytree(folder, there)
     newest = checkpoint.saved_steps(there/'checkpoints', 'gated')[-1]
     if file in ('optimizer0.json', 'mems.json'): (newest/file).with_suffix('.safetensors').unlink()
     resealed(newest, file, value)
-    with pytest.raises(OSError) as e: train(make(), text, recipe, HeadGates(2, 4), there, resume=True)
+    with pytest.raises(OSError) as e: train_run(make(), text, recipe, HeadGates(2, 4), there, resume=True)
     assert '\n' not in str(e.value) and len(str(e.value)) < 500
 
 @pytest.mark.parametrize('line', ('rubbish', '5', '{}', '[' * 10_000, '\xff'))
@@ -327,7 +327,7 @@ def test_records_that_are_none_are_refused_in_one_line(world, line):
     recipe, text, make = small()
     (world/'lines').mkdir(exist_ok=True)
     (world/'lines'/'metrics.jsonl').write_bytes(line.encode('latin-1'))
-    with pytest.raises(OSError, match='is damaged') as e: train(make(), text, recipe, run_dir='lines')
+    with pytest.raises(OSError, match='is damaged') as e: train_run(make(), text, recipe, run_dir='lines')
     assert '\n' not in str(e.value)
 
 def test_a_finished_run_is_only_read(world):
@@ -376,14 +376,14 @@ def test_gates_come_back_as_what_they_were(world, way, asked):
 
 def test_another_start_is_another_training(world):
     recipe, text, make = small()
-    train(make(), text, recipe, run_dir='start')
-    with pytest.raises(DataError, match='not the start, of'): train(make(), text, recipe, run_dir='start', start=3, resume=True)
+    train_run(make(), text, recipe, run_dir='start')
+    with pytest.raises(DataError, match='not the start, of'): train_run(make(), text, recipe, run_dir='start', start=3, resume=True)
 
 def test_records_whose_checkpoints_are_gone_are_made_again(world):
     recipe, text, make = small()
     def trained(**more):
         torch.manual_seed(0)
-        return train(make(), text, recipe, run_dir=world/'gone', **more)
+        return train_run(make(), text, recipe, run_dir=world/'gone', **more)
     first = trained()
     shutil.rmtree(world/'gone'/'checkpoints')
     assert trained(resume=True) == first == read_log(world/'gone')['records']
@@ -404,7 +404,7 @@ def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value, dtype
     how = dict(text_loss=text_loss) if what == 'loss' else {}
     if what != 'loss': (model.pos if what == 'gradient' else gates.log_alpha).register_hook(poison)
     with pytest.raises(FloatingPointError, match=r'loss=\S+: diverged at step 6, gradient norm \S+; give a smaller'):
-        train(model, text, recipe, gates, world/name, **how)
+        train_run(model, text, recipe, gates, world/name, **how)
     assert len(moved) == 6
     config, parts = checkpoint.newest(world/name/'checkpoints', 'gated')
     assert config['step'] == 4 and all(x.isfinite().all() for part in parts.values() for x in (part.values() if isinstance(part, dict) else ()) if torch.is_tensor(x))
@@ -492,7 +492,7 @@ def test_what_is_not_finite_is_not_saved(world):
     def poison(t):
         if t.step == 2: t.model.pos.data[0, 0] = float('inf')
     with pytest.raises(FloatingPointError, match='baseline: not finite before step 2'):
-        train(make(), text, recipe, run_dir='finite', after=poison)
+        train_run(make(), text, recipe, run_dir='finite', after=poison)
     assert checkpoint.newest('finite/checkpoints', 'baseline')[0]['step'] == 1
 
 def test_a_text_without_held_out_part_is_refused_first(world):

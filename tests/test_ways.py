@@ -47,7 +47,7 @@ def test_interrupted_it_ends_with_the_same_bits(corpus, tmp_path):
         mine, model = way(r), LM(r.config(27))
         def after(s):
             if s.step == stop: raise resume.Stopped(15)
-        resume.train(model, corpus, r, mine.gates, tmp_path/folder, after=after, penalty=mine.penalty, resume=True)
+        resume.train_run(model, corpus, r, mine.gates, tmp_path/folder, after=after, penalty=mine.penalty, resume=True)
         parts = [m for m in (model, mine.gates, mine.penalty) if m is not None]
         return [x for m in parts for x in m.state_dict().values()]
     whole = go('a')

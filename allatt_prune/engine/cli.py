@@ -15,7 +15,8 @@ from fastcore.docments import docments
 import allatt_prune
 from .. import engine
 from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get_recipe
-from ..data import DataError, Streams, normalize, symbol_ids
+from ..data import DataError, Streams
+from .text import normalize, symbol_ids
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e1
 def _plain(text, allowed='\n'): # control characters are escaped

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np, pooch
 from filelock import FileLock
 from .checkpoint import new_folder, read, reading, sweep, write_file
-from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError, files_in, pydocs, shuffled
+from ..data import LOG, SPLITS, UNKNOWN, Corpus, DataError
+from .text import files_in, from_texts, pydocs, shuffled, tell_lost
 
 # %% ../../nbs/engine/03_corpora.ipynb #9be8cca8
 def blocks(
@@ -128,10 +129,10 @@ def load_corpus(
             files = _fetch(name, cache) if name in SOURCES else parts
             texts = [[blocks(f, None if unit == 'word' else 2**22) for f in part] for part in files]
             if name == 'pydocs': texts = [[[pydocs()]]]
-            corpus = Corpus.from_texts(texts, unit, name, vocab)
+            corpus = from_texts(texts, unit, name, vocab)
             if _hashes(parts) != hashes: raise DataError(f'corpus={name}: changed while read; try again')
             sizes = {s: len(getattr(corpus, s)) for s in SPLITS}
             if min(sizes.values()) > 1: return corpus
             raise DataError(f'corpus={name}: {sizes} symbols of unit={unit}; give more text')
-        return _cached(cache/'prepared'/hashlib.sha256(key).hexdigest(), name, make).tell_lost()
+        return tell_lost(_cached(cache/'prepared'/hashlib.sha256(key).hexdigest(), name, make))
     except OSError as e: raise DataError(f'corpus={name}: {e}; give another text or cache') from e

@@ -22,7 +22,7 @@ from ..model import LM
 from ..remove import remove_heads
 from .report import measure, write_report
 from .processes import LOG, Processes
-from .resume import same_recipe, text_id, train
+from .resume import same_recipe, text_id, train_run
 from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
 from ..repair import REPAIRS
@@ -88,7 +88,7 @@ def _make(name, recipe, corpus, found, z, run_dir, device, mine): # -> model, pa
         keep, model = mine.choose(model, corpus)
         parts = dict(keep=keep.int().tolist())
     if how and recipe.teacher: how['text_loss'] = Distill(found['baseline'], recipe.teacher)
-    train(model, corpus, r, run_dir=run_dir, phase=name, resume=True, **how)
+    train_run(model, corpus, r, run_dir=run_dir, phase=name, resume=True, **how)
     if name == 'gated': parts = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
     return model, parts
 

@@ -8,7 +8,7 @@ Engine 03_corpora says what they are. The SHA-256 of each text, before compressi
 import hashlib, json, lzma, re, sys, unicodedata
 from collections import Counter
 from pathlib import Path
-from allatt_prune.data import normalize
+from allatt_prune.engine.text import normalize
 
 TYPEWRITER = str.maketrans({'’': "'", '‘': "'", '“': '"', '”': '"', '—': ' -- '})
 LEFT_OUT = 'Samuel Richardson/Clarissa.md', 'Various/King James Bible.md' # our copy lacked them

@@ -18,7 +18,7 @@ from allatt_prune.data import symbol_ids
 from allatt_prune.engine.checkpoint import build, write_file
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.engine.processes import LOG, Stopped
-from allatt_prune.engine.resume import train
+from allatt_prune.engine.resume import train_run
 from allatt_prune.importance import keep_mask, score
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import scaled
@@ -130,9 +130,9 @@ def trained(job, r, corpus): # -> model, records, what the gates did
     seed, arm, phase = job
     folder, how = Path(name_of(*job)), dict(start=r.steps if phase == 'last' else 0, resume=True)
     model = model_of(job, r, corpus)
-    if arm != 'gates': return model, train(model, corpus, r.pruning() if phase == 'last' else r, None, folder, **how), {}
+    if arm != 'gates': return model, train_run(model, corpus, r.pruning() if phase == 'last' else r, None, folder, **how), {}
     gates = TargetGates(r.n_layer, r.n_head, KEPT, r.gate_init, scale=r.output_scale) # the paper's, but exactly so many stay open
-    records = train(model, corpus, r, gates, folder, **how) # loss: the paper's, lambda times the L0 loss
+    records = train_run(model, corpus, r, gates, folder, **how) # loss: the paper's, lambda times the L0 loss
     z = gates.eval()()
     small = remove_heads(model, z != 0, z)
     ids = corpus.valid[:PASSAGE]
