@@ -95,7 +95,7 @@ class HFHeads:
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
-        self.units_left = units_left(self.model, units, self.shape[1]) # (l n), True for units not removed
+        self.units_left = units_left(self.model, units, self.shape[1]) # (l n)
         batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
         if len({'labels' in x for x in batches}) > 1: raise ValueError('labels: not in all batches')
         self.batches = [complete(self.model, x, loss) for x in batches]

@@ -61,7 +61,7 @@ class _Pass: # a forward pass; it draws its multipliers once, for all layers
         self.stack, self.draw, self.z, self.met = stack, draw, None, 0
     def __deepcopy__(self, memo): return self                  # of a copied model, which is refused
     def begin(self, stack, args):
-        if stack is not self.stack: raise ValueError('model: a copy made under its mask; copy it without')
+        if stack is not self.stack: raise ValueError('model: a copy made under its mask; copy outside')
         if isinstance(self.draw, nn.Module): self.draw.train(stack.training)
         self.z, self.met = self.draw(), 0
     def end(self, stack, args, out):
@@ -247,6 +247,7 @@ def remove_heads(
         raise ValueError('model: has offloaded weights or adapters; load or merge them first')
     n = torch.as_tensor(keep.open_mask() if hasattr(keep, 'open_mask') else keep).shape[-1]
     keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=n)))
-    if (keep & ~units_left(model, units, n)).any(): raise ValueError('keep: some of these were removed before')
+    if (keep & ~units_left(model, units, n)).any():
+        raise ValueError('keep: some of these were removed before')
     check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)

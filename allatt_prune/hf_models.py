@@ -73,7 +73,7 @@ class Units:
     span: range # columns of a mask
     left: list[int] # columns whose units were not removed
 
-def units_of(model, units: str, n: int, whole=False) -> list[Units]: # n columns; whole: as if none were cut
+def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; as if none were cut
     "List the units of all layers, heads first."
     config, row, found, start = model.config, architecture(model.config), [], 0
     attention = row.heads.split()[0].rpartition('.')[0]
@@ -172,7 +172,8 @@ class Pruned:
         super().__init__(config, *args, **kwargs)
         if self.base_model is not self and isinstance(self.base_model, Pruned): return # cut already
         for kind, n, kept in config.removed():
-            for units, left in zip(units_of(self, kind, n, whole=True), kept, strict=True): cut(units, left)
+            whole = units_of(self, kind, n, whole=True)
+            for units, left in zip(whole, kept, strict=True): cut(units, left)
     def save_pretrained(self, folder, *args, about='', **kwargs):
         "Save the model and a card that ends with `about`."
         if kwargs.get('push_to_hub'): raise ValueError('push_to_hub=True: call model.push_to_hub')
@@ -185,7 +186,7 @@ class Pruned:
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
         auto = next((auto for auto, c in _classes(type(cfg)).items() if c is type(self)), odd)
         source, size = cfg._name_or_path, cfg.get_text_config().num_attention_heads // n_heads(cfg)
-        words = dict(heads='heads' if size == 1 else f'groups of {size} heads', neurons='groups of neurons')
+        words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads', neurons='groups of neurons')
         left = '; '.join(f'{[*map(len, kept)]} of {n} {words[kind]}' for kind, n, kept in cfg.removed())
         link = '' if Path(source).exists() else f'base_model: {source}\n' # a folder, or no name
         return _CARD.format(name=Path(source).name or name, left=left, link=link, auto=auto, about=about)

@@ -153,7 +153,7 @@ def gradients(heads, z): # -> (pieces l h), with sum -z dL/dz
         grads.append(rearrange(exact(torch.autograd.grad(loss.sum(), own)[0]), 'l n h -> n l h'))
         count += n.sum().item()
     if not any(g.any() for g in grads):
-        raise ValueError('scores: the loss has no slope, as without labels; give labels, or use leave_one_out')
+        raise ValueError('scores: the loss has no slope; give labels, or use leave_one_out')
     return -exact(z) * torch.cat(grads) / count
 
 @torch.no_grad()
@@ -218,7 +218,7 @@ def score(
 def keep_mask(
     scores: Tensor, # (l h)
     sparsity: float, # share of the heads to remove, 0 to 1
-    *, costs: Tensor|None = None # (l h) parameters of each head; `sparsity` is then a share of parameters
+    *, costs: Tensor|None = None # (l h) parameters of each head; `sparsity` is then a share of them
 ) -> Tensor: # (l h), True where a head stays
     "Keep the heads with the highest scores. Ties go to the first."
     scores = torch.as_tensor(scores)

@@ -23,8 +23,8 @@ class Target(nn.Module):
         super().__init__()
         self.sparsity, self.warmup, self.rate, self.rho = sparsity, warmup, rate, rho
         self.register_buffer('weights', weights)
-        self.register_buffer('first', torch.tensor(-1., dtype=torch.float32)) # share closed at the start; -1: unknown
-        self.register_buffer('lam', torch.tensor(0., dtype=torch.float32)) # lambda_1; buffers are saved in checkpoints
+        self.register_buffer('first', torch.tensor(-1., dtype=torch.float32)) # closed at the start; -1: unknown
+        self.register_buffer('lam', torch.tensor(0., dtype=torch.float32)) # lambda_1; buffers are saved
     def wanted(self, step: int) -> Tensor: # ()
         "Target share of closed gates at a step."
         return self.first + (self.sparsity - self.first) * lambda_at(step, 1., self.warmup)
