@@ -199,10 +199,12 @@ def _small(config): # -> dict of a configuration with the same flags and number 
     if not h: return found                                     # of several models
     d = d or c // h
     sizes = {4 * c: 96, f: 96, c: c * min(d, 16) // d}
+    kinds = [*zip(*(x for x in found.values() if isinstance(x, list) and len(x) == l))] # of layers
+    stay = sorted({*range(min(l, 3)), *map(kinds.index, kinds)}) # one of each kind
     def less(name, x):
-        if isinstance(x, list) and len(x) == l: return x[:3]   # one for each layer
+        if isinstance(x, list) and len(x) == l: return [x[i] for i in stay]
         if type(x) is not int: return x
-        if 'layer' in name and x == l: return min(l, 3)
+        if 'layer' in name and x == l: return len(stay)
         return min(sizes.get(x, x), *(most if part in name else x for part, most in _MOST.items()))
     return {name: less(name, x) for name, x in found.items()}
 

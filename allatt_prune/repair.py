@@ -10,8 +10,7 @@ import warnings
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .gates import output_scale
-from .importance import heads_of
-from .model import exact
+from .importance import exact, heads_of
 from .training import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
