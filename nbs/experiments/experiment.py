@@ -129,4 +129,54 @@ def arm_costs(
         out.setdefault((x['arm'], x['lam']), {})[x['seed']] = 1 - float(np.mean(x['keep'])), lost
     return out
 
+def result(name: str): # name of a file of results, without .json
+    return json.loads((Path(__file__).parent.parent/f'results/{name}.json').read_text(encoding='utf-8'))
+def between(x: np.ndarray) -> str: return '{:.3f} to {:.3f}'.format(*interval(x))
+
+def saved(name: str, arm: str) -> str: # of choice
+    "Share saved of what random heads cost, after 1,500 steps, and in how many cases."
+    found, cost = result(name), {}
+    control = [c['rows'][1]['test'] for c in found['controls']]
+    for x in found['runs']: cost.setdefault((x['arm'].split()[0], x['seed'], x['lam']), []).append(x['test'] - control[x['seed']])
+    mine, chance = (np.array([np.mean(v) for k, v in cost.items() if k[0] == a]) for a in (arm, 'random'))
+    return f'{1 - mine.sum() / chance.sum():.0%} ({(mine < chance).sum()} of {len(mine)} cases)'
+
+def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
+    "Bits of the pruned models of three seeds, trained on for 12,000 steps."
+    found = [result(f'verdicts/{arm}-0.08-{seed}') for seed in range(3)]
+    return passage_bits([x['models']['pruned']['passages']['test'] for x in found])
+
+def which_method(experiments: str) -> str: # path of the folder of experiments
+    "Which method to use, with the recorded numbers that say so, as a table."
+    parts = result('pretrained')['parts']
+    def decoder(m): return np.array([r['test'] for p in parts.values() for r in p.get('runs', ()) if (r['method'], r.get('rate')) == (m, .2) and 'test' in r])
+    def encoder(m): return np.array([r['cosine'] for r in parts['minilm-encoder']['runs'] if (r['method'], r['rate']) == (m, .5)])
+    def right(x): return np.array([*x['right']], int)[None]
+    def correct(m): return np.concatenate([right(r) for r in parts['minilm-classifier']['runs'] if (r['method'], r.get('rate')) == (m, .5)])
+    def tuned(m, text): return np.array(parts[f'tuned-{m}-0.2'][text])[None]
+    after = {r['method']: right(r) for r in parts['minilm-tuned']['tuned']}
+    whole = np.mean(parts['whole']['runs'][0]['test'])
+
+    choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('choice', 'pretrained'))
+    a, b = 'choice-after', 'choice-word'
+    rows = [
+        ['All-attention, trained here', 'seconds', '*leave_one_out*, then a short fine-tuning',
+         f"of what random heads cost, it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; "
+         f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there", choice],
+        ['', 'minutes', '*leave_one_out* on characters; on words gates in advance, then the old weights',
+         f"words: the latter saves {saved(b, 'rewound')}; it takes 2,400 steps more", choice],
+        ['', 'a training budget', '*leave_one_out* (tried on characters)',
+         f"after 12,000 steps it is {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits per character better than gates", choice],
+        ['a decoder of transformers', 'seconds', '*gradient*',
+         f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
+        ['', 'minutes', 'gates', f"it loses {between(decoder('leave_one_out') - decoder('gates'))} nats less than with *leave_one_out*, the best score", pretrained],
+        ['', 'a training budget', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
+         f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
+        ['an encoder', 'seconds', '*output_difference*',
+         f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
+        ['', 'minutes', 'gates', f"accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out* as a classifier; "
+         f"as an encoder cosine {encoder('gates').mean():.2f} and {encoder('leave_one_out').mean():.2f}", pretrained],
+        ['', 'a training budget', '*gradient*, the cheapest', f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference", pretrained]]
+    return markdown(['my model', 'I have', 'use', 'because', 'see'], rows, text=5)
+
 BESIDE = dict(loc='center left', bbox_to_anchor=(1.02, .5), fontsize=8, frameon=False)
