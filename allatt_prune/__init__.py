@@ -6,6 +6,7 @@ __all__ = [*_HOMES]
 
 def __getattr__(name): # loaded when asked for, as PyTorch is slow
     from importlib import import_module
+    if name == 'LM': [import_module(f'{__name__}.engine.{more}') for more in ('checkpoint', 'generate')] # its methods
     if name in _HOMES: return getattr(import_module(f'{__name__}.{_HOMES[name]}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 

@@ -171,6 +171,3 @@ def with_config(self: LM,
     more = pos[-1:].expand(max(0, rows - len(pos)), -1)
     new.load_state_dict(self.state_dict() | dict(pos=torch.cat([pos, more])[:rows]))
     return inherit(new, self)
-
-# %% ../nbs/method/02_model.ipynb #5b1f0a15
-from .engine import checkpoint, generate # methods of LM

@@ -3,7 +3,7 @@ import errno, hashlib, json, os, shutil, signal, stat, subprocess, sys, time
 from pathlib import Path
 import pytest, torch
 from allatt_prune.engine.checkpoint import load, new_folder, newest, read, read_part, save, save_step, saved_steps, seal, sweep, verify, write_file
-from allatt_prune.model import LM, LMConfig
+from allatt_prune import LM, LMConfig
 
 def state(folder):
     def content(p): return os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None

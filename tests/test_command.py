@@ -4,7 +4,7 @@ from dataclasses import asdict
 import allatt_prune, pytest, torch
 from allatt_prune.engine import checkpoint
 from allatt_prune.gates import HeadGates
-from allatt_prune.model import LM, LMConfig
+from allatt_prune import LM, LMConfig
 from forks import command
 
 PRUNING = '--batch 4 --log-every 5 --prune-steps 12 --prune-warmup 2 --lam-warmup 2 --gate-steps 6 --gate-lr 0.3 --lam 0.5'.split()

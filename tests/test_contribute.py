@@ -8,7 +8,7 @@ from allatt_prune.engine import corpora
 from allatt_prune.engine.run import WAYS, Way, run
 from allatt_prune.gates import straight_through
 from allatt_prune.importance import METHODS, keep_mask, score
-from allatt_prune.model import LM
+from allatt_prune import LM
 
 TOY = get_recipe('tiny', n_layer=2, d_model=32, n_head=4, n_persistent=8, seg_len=16, mem_len=16, batch=4, steps=6, warmup=1,
                  prune_steps=8, prune_warmup=1, gate_steps=6, lam_warmup=2, valid_every=0, log_every=1, eval_tokens=500)

@@ -11,7 +11,7 @@ from allatt_prune.engine.text import from_text, from_texts, normalize
 from allatt_prune.engine import checkpoint, corpora
 from allatt_prune.engine.corpora import blocks, load_corpus
 from allatt_prune.engine.run import text_for
-from allatt_prune.model import LM, LMConfig
+from allatt_prune import LM, LMConfig
 from allatt_prune.training import evaluate, train
 
 SPLITS = 'train', 'valid', 'test'

@@ -4,7 +4,7 @@ from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.distill import Distill
 from allatt_prune.importance import METHODS, score
 from allatt_prune.engine.checkpoint import build
-from allatt_prune.model import LM, LMConfig
+from allatt_prune import LM, LMConfig
 from allatt_prune.config import get_recipe
 from allatt_prune.training import evaluate, train
 from allatt_prune.engine.run import way

@@ -6,7 +6,7 @@ from allatt_prune.engine import checkpoint
 from allatt_prune.data import Corpus
 from allatt_prune.gates import HeadGates
 from allatt_prune.engine.checkpoint import build
-from allatt_prune.model import LM
+from allatt_prune import LM
 from allatt_prune.engine import resume
 from allatt_prune.engine.resume import Stopped, train_run
 from allatt_prune.config import get_recipe

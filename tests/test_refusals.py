@@ -11,7 +11,7 @@ from allatt_prune.distill import Distill
 from allatt_prune.engine import fused
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.importance import keep_mask, score
-from allatt_prune.model import exact
+from allatt_prune.importance import exact
 from allatt_prune.targets import Target, TargetGates
 from allatt_prune.training import evaluating, train_steps
 

@@ -10,7 +10,7 @@ from allatt_prune.engine import run as running
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.data import DataError
 from allatt_prune.gates import HeadGates
-from allatt_prune.model import LM
+from allatt_prune import LM
 from allatt_prune.engine.processes import Signals
 from allatt_prune.engine.resume import Stopped, read_log, train_run, write_metrics
 from allatt_prune.engine.report import table

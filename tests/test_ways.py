@@ -6,7 +6,7 @@ from allatt_prune.engine import resume
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.engine.run import Way, run, way
 from allatt_prune.gates import HeadGates
-from allatt_prune.model import LM
+from allatt_prune import LM
 from allatt_prune.remove import remove_heads
 from allatt_prune.targets import Target, TargetGates
 from allatt_prune.training import train

@@ -12,7 +12,7 @@ from allatt_prune.corpora import load_corpus
 from allatt_prune.cost import count_params
 from allatt_prune.distill import Distill, last_hidden
 from allatt_prune.importance import choose_heads, keep_mask, score
-from allatt_prune.model import LM
+from allatt_prune import LM
 from allatt_prune.recipe import get_recipe
 from allatt_prune.repair import scaled
 from allatt_prune.resume import LOG, Stopped, read_log, train
