@@ -16,7 +16,7 @@ def script(): # .ci/site as a module
 
 def test_every_notebook_is_in_one_room_and_in_the_order_of_the_numbers():
     rooms = script().rooms()
-    assert list(rooms) == ['The method', 'The engine', 'Beyond the paper', 'Lessons', 'Experiments']
+    assert list(rooms) == ['Start here', 'The method', 'The engine', 'Beyond the paper', 'Lessons', 'Experiments']
     names = [name for files in rooms.values() for name in files]
     assert sorted(names) == sorted({p.relative_to(ROOT/'nbs').with_suffix('').as_posix() for p in NOTEBOOKS} - {'index'})
     for files in rooms.values(): assert files == sorted(files)

@@ -1,0 +1,39 @@
+"The page that holds the whole method: its promises of size, of standing alone, and of opening with what it computes."
+import ast, json, re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CELLS = json.loads((ROOT/'nbs'/'one_page.ipynb').read_text(encoding='utf-8'))['cells']
+CODE = [''.join(c['source']) for c in CELLS if c['cell_type'] == 'code']
+TEXT = '\n'.join(''.join(c['source']) for c in CELLS if c['cell_type'] == 'markdown')
+OUTPUTS = '\n'.join(''.join(o.get('text', [])) for c in CELLS for o in c.get('outputs', []))
+METHOD = [s for s in CODE[:-1] if not s.startswith('#| code-fold: true')]
+
+def found(pattern): return re.search(pattern, OUTPUTS)[1]
+
+def test_180_lines_of_at_most_90_characters():
+    lines = [line for s in METHOD for line in s.splitlines() if line.strip() and not line.strip().startswith('#')]
+    assert len(lines) <= 180
+    assert max(len(line) for s in CODE for line in s.splitlines()) <= 90
+
+def test_it_takes_a_text_from_the_package_and_no_more():
+    imports = [node for s in CODE[:-1] for node in ast.walk(ast.parse(s)) if isinstance(node, ast.Import|ast.ImportFrom)]
+    ours = [ast.unparse(node) for node in imports if 'allatt_prune' in ast.unparse(node)]
+    assert ours == ['from allatt_prune import load_corpus']
+
+def test_four_pictures():
+    shown = sum('image/png' in o.get('data', {}) for c in CELLS for o in c.get('outputs', []))
+    assert shown + len(re.findall(r'!\[', TEXT)) == 4
+
+def test_it_opens_with_what_it_computes():
+    whole, small = (int(found(rf'{name} +([\d,]+) parameters').replace(',', '')) for name in ('control', 'pruned'))
+    kept = sum(json.loads(found(r'open heads: (\[.*\])')))
+    claim = re.search(r'\*\*We delete (\d+) of (\d+) heads\. .*? (\d+) % fewer .*? (\d+) % less .*? needs ([\d.]+) bits', TEXT)
+    removed, heads, params, time, bits = map(float, claim.groups())
+    assert heads - removed == kept and params == round(100 * (1 - small/whole))
+    assert time == float(found(r'after: (\d+)% less')) and abs(bits - float(found(r'control: \+([\d.]+) bits'))) < .006
+
+def test_its_last_cell_compared_it_with_the_package():
+    assert 'equal to 1e-5: attention, gates, three steps of training, evaluation, removal' in OUTPUTS
+    losses = {name: float(found(rf'{name} .* ([\d.]+) bits per character')) for name in ('baseline', 'control', 'pruned')}
+    assert losses['control'] < losses['pruned'] < losses['baseline'] # as the text says
