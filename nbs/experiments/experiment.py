@@ -164,19 +164,19 @@ def which_method(experiments: str) -> str: # path of the folder of experiments
          f"of what random heads cost, it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; "
          f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there", choice],
         ['', 'minutes', '*leave_one_out* on characters; on words gates in advance, then the old weights',
-         f"words: the latter saves {saved(b, 'rewound')}; it takes 2,400 steps more", choice],
-        ['', 'a training budget', '*leave_one_out* (tried on characters)',
+         f"words: such old weights save {saved(b, 'rewound')}; it takes 2,400 steps more", choice],
+        ['', 'hours to train', '*leave_one_out* (tried on characters)',
          f"after 12,000 steps it is {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits per character better than gates", choice],
         ['a decoder of transformers', 'seconds', '*gradient*',
          f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
         ['', 'minutes', 'gates', f"it loses {between(decoder('leave_one_out') - decoder('gates'))} nats less than with *leave_one_out*, the best score", pretrained],
-        ['', 'a training budget', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
+        ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
          f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
         ['an encoder', 'seconds', '*output_difference*',
          f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
         ['', 'minutes', 'gates', f"accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out* as a classifier; "
          f"as an encoder cosine {encoder('gates').mean():.2f} and {encoder('leave_one_out').mean():.2f}", pretrained],
-        ['', 'a training budget', '*gradient*, the cheapest', f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference", pretrained]]
+        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference", pretrained]]
     return markdown(['my model', 'I have', 'use', 'because', 'see'], rows, text=5)
 
 BESIDE = dict(loc='center left', bbox_to_anchor=(1.02, .5), fontsize=8, frameon=False)
