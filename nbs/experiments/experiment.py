@@ -8,7 +8,7 @@ import numpy as np, torch
 from allatt_prune.engine.checkpoint import load, read, verify, write_file
 from allatt_prune.engine.report import markdown
 from allatt_prune.engine.run import MODELS, pick_device, run
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 from allatt_prune.config import Recipe
 
 SMALL = dict(corpus='pydocs', n_layer=1, d_model=32, n_persistent=16, seg_len=16, mem_len=16, batch=8,

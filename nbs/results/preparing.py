@@ -5,7 +5,7 @@ letters, for text8. Each row is the peak of a separate process."""
 import json, os, subprocess, sys, tempfile
 from pathlib import Path
 import numpy as np
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 
 def zipf_text(path, tokens, words=267_733, seed=0): # WikiText's format, 57 words per line on average
     rng, letters = np.random.default_rng(seed), 'abcdefghijklmnopqrstuvwxyz'

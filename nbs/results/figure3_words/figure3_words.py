@@ -23,7 +23,7 @@ from allatt_prune.importance import keep_mask, score
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import scaled
 from allatt_prune.targets import TargetGates
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 from predictions import BOOKS, GAPS, VERDICT
 
 SEEDS, ARMS = (3, 4, 5, 6, 7), ('gates', 'narrow', 'small', 'leave_one_out') # seeds 0 to 2 were used before

@@ -16,7 +16,7 @@ from allatt_prune.engine.checkpoint import build
 from allatt_prune.importance import keep_mask, score
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import scaled
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 from allatt_prune.training import train_steps
 from allatt_prune.engine.run import way
 

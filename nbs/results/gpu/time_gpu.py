@@ -13,7 +13,8 @@ from allatt_prune.config import get_recipe
 from allatt_prune.cost import count_macs
 from allatt_prune.engine import fused
 from allatt_prune import LM
-from allatt_prune.timing import environment, in_turns, segment_job, train_job
+from allatt_prune.engine.report import environment
+from allatt_prune.timing import in_turns, segment_job, train_job
 
 UNEVEN = [8, 3, 7, 6, 6, 6, 6, 7, 6, 7, 8, 8, 7, 8, 7, 6] # heads kept in each layer, one in six removed
 SHARES = 0, .16, .27, .37, .57 # of the heads that are removed

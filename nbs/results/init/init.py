@@ -6,7 +6,7 @@ sys.path.insert(0, sys.argv[1])
 from allatt_prune.config import get_recipe
 from allatt_prune.engine.checkpoint import build, write_file
 from allatt_prune.engine.corpora import load_corpus
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 from allatt_prune.training import evaluate, train_steps
 
 torch.set_num_threads(1)

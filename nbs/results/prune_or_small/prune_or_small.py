@@ -17,7 +17,7 @@ from allatt_prune.recipe import get_recipe
 from allatt_prune.repair import scaled
 from allatt_prune.resume import LOG, Stopped, read_log, train
 from allatt_prune.sparsity import gates_for
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 from predictions import predicted
 
 RECIPES = dict(char=get_recipe('tiny-books', save_every=2000), word=get_recipe('tiny-books-word', save_every=1000,

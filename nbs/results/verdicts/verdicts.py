@@ -12,7 +12,7 @@ from allatt_prune.config import Recipe, get_recipe
 from allatt_prune.engine.checkpoint import load, write_file
 from allatt_prune.engine.processes import Stopped
 from allatt_prune.engine.run import run
-from allatt_prune.timing import environment
+from allatt_prune.engine.report import environment
 
 PASSAGE = 2_500
 BASELINES = ('allatt_prune/models/tiny-books', 'nbs/results/tiny-books-1', 'nbs/results/tiny-books-2')
