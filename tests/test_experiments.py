@@ -40,12 +40,14 @@ def test_every_printed_table_follows_from_the_results(path):
     assert compared >= 2
 
 def test_the_first_page_repeats_the_verdicts():
-    readme, rows = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8'), 0
-    for name, verdict in re.findall(r'^\| .+\(nbs/experiments/(\w+)\.ipynb\).+?\| (\*\*.+?\*\*) \|', readme, re.M):
+    readme, left = (FOLDER.parent.parent/'README.md').read_text(encoding='utf-8'), {}
+    rows = re.findall(r'^\| \[.+?\]\(nbs/experiments/(\w+)\.ipynb\) \| .+? \| ([✓≈✗]) \| \*\*(.+?)\*\*', readme, re.M)
+    for name, mark, figure in rows:
         text = '\n'.join(source(c) for c in read_nb(FOLDER/f'{name}.ipynb').cells if c.cell_type == 'markdown')
-        assert verdict.rstrip('*.') in re.findall(r'## The verdict.*\s+(\*\*.+?)[.]?\*\*', text), name
-        rows += 1
-    assert rows == 5 # claims of the paper
+        said = left.setdefault(name, re.findall(r'## The verdict.*\s+\*\*(.+?)[.]?\*\*', text)).pop(0)
+        assert mark == ('≈' if said.startswith('Holds in') else '✓' if said.startswith('Holds') else '✗'), name
+        assert figure.split(' to ')[-1] in text, name
+    assert len(rows) == 5 # claims of the paper
 
 def test_the_list_of_differences_names_what_is_measured():
     text = next(s for s in map(source, read_nb(FOLDER/'differences.ipynb').cells) if s.startswith('## The list'))
