@@ -118,6 +118,7 @@ class Recipe(LMConfig):
     def stored(cls, saved: dict) -> 'Recipe': # of a recipe.json
         "Recipe of a saved model or run. Older ones say 0 for no sparsity, and name what has gone."
         saved = {k: x for k, x in saved.items() if k != 'per_layer' or x}
+        if saved.get('method') == 'sparsity': saved['method'] = 'gini' # its old name
         r = cls(**saved | dict(sparsity=saved.get('sparsity') or None))
         return replace(r, repair='nothing') if r.method == 'gates' else r # repairs follow scores only
     def config(self, vocab: int) -> LMConfig:

@@ -7,7 +7,7 @@ __all__ = ['plain', 'shape', 'units_left', 'masked', 'outputs', 'check', 'check_
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #66c4e7ad
 import copy, inspect, tempfile, warnings
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
@@ -75,12 +75,15 @@ class _Pass: # a forward pass; it draws its multipliers once, for all layers
             raise ValueError('loss: give the model all rows of the batch, once')
         z = z.repeat_interleave(x.shape[-1] // z.shape[-1], -1)
         return ((x * (z if z.dim() == 1 else z[:, None])).to(x.dtype),)
-    @contextmanager
-    def again(self, z): # a layer that the backward pass runs again meets the z of its own pass
-        before, self.z = self.z, z
-        try: yield
-        finally: self.z = before
-    def contexts(self): return nullcontext(), self.again(self.z) # of a layer's first and second run
+    def again(self, checkpoint, layer, *args, **how): # a layer run again meets the z of its own pass
+        if getattr(checkpoint, 'keywords', {}).get('use_reentrant'): # it would forget the mask
+            raise ValueError('model: reentrant checkpointing; give use_reentrant=False')
+        own = self.z
+        def run(*args, **how):
+            before, self.z = self.z, own
+            try: return layer(*args, **how)
+            finally: self.z = before
+        return checkpoint(run, *args, **how)
 
 @contextmanager
 def masked(
@@ -107,7 +110,7 @@ def masked(
         if rows: hooks.enter_context(stack.register_forward_hook(now.end))
         for m in stack.modules():
             if run := vars(m).get('_gradient_checkpointing_func'):
-                m._gradient_checkpointing_func = partial(run, context_fn=now.contexts)
+                m._gradient_checkpointing_func = partial(now.again, run)
                 hooks.callback(setattr, m, '_gradient_checkpointing_func', run)
         yield
 

@@ -64,6 +64,7 @@ def train_steps(
     "Training loop. Raises FloatingPointError if the loss diverges. Paper, §3.3, §4.1.2."
     r = recipe if gates is None else recipe.pruning()
     state = state or TrainState.new(model, corpus, r, gates)
+    if (state.model, state.gates) != (model, gates): raise ValueError('state: of other model or gates')
     rate = lr if callable(lr) else lambda step: lr_at(step, r) if lr is None else lr
     penalty, half = penalty or l0_penalty(r), r.dtype == 'bfloat16'
     with same_modes(model):
@@ -163,11 +164,11 @@ def record(state: TrainState) -> dict: # ready for JSON
 def train(
     model: LM, corpus: Corpus, recipe: Recipe, gates: nn.Module|None = None, # as for `train_steps`
     *, lr: Callable|float|None = None, penalty: Callable|None = None, # as for `train_steps`
-    **how # as for `TrainState`: start, text_loss
+    start: int = 0, text_loss: Callable = LM.__call__ # as for `TrainState`
 ) -> list[dict]: # one record per recipe.log_every steps, and the last
     "Train a model in place and return its records."
     r = recipe if gates is None else recipe.pruning()
-    state = TrainState.new(model, corpus, r, gates, **how)
+    state = TrainState.new(model, corpus, r, gates, start=start, text_loss=text_loss)
     return [record(state) for state in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=state)
             if state.step % r.log_every == 0 or state.step == r.steps]
 

@@ -658,6 +658,16 @@ assert score(torch.nn.DataParallel(model), None, 'magnitude').shape == (2, 2) an
     subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
     with pytest.raises(ValueError, match='model=Linear: not an LM or of transformers'): score(torch.nn.Linear(2, 2), None, 'magnitude')
 
+@pytest.mark.parametrize('units', ['heads', 'neurons'])
+def test_nested_masks_multiply_where_layers_are_run_again(units):
+    model, found = made('llama', dtype=torch.float64).train(), []
+    for again in (False, True):
+        if again: model.gradient_checkpointing_enable({'use_reentrant': False})
+        z = [torch.full(hf.shape(model, kind, 4), x, dtype=torch.float64).requires_grad_() for kind, x in (('heads', .7), (units, .5))]
+        with hf.masked(model, z[0]), hf.masked(model, z[1], units): found.append(torch.autograd.grad(sum_of_squares(model), z))
+    for a, b in zip(*found): torch.testing.assert_close(a, b)
+    assert all(x.abs().sum() > 0 for x in found[0])
+
 def test_reentrant_checkpointing_is_refused_before_it_runs():
     model = made('llama').train()
     model.gradient_checkpointing_enable({'use_reentrant': True})

@@ -9,11 +9,12 @@ from allatt_prune.data import DataError
 from allatt_prune.engine.text import from_text
 from allatt_prune.distill import Distill
 from allatt_prune.engine import fused
-from allatt_prune.engine.checkpoint import build
-from allatt_prune.importance import keep_mask, score
-from allatt_prune.importance import exact
+from allatt_prune.engine.checkpoint import build, shipped
+from allatt_prune.engine.run import stored_recipe, way
+from allatt_prune.importance import exact, keep_mask, score
+from allatt_prune.model import AllAttention
 from allatt_prune.targets import Target, TargetGates
-from allatt_prune.training import evaluating, train_steps
+from allatt_prune.training import TrainState, evaluating, train_steps
 
 CFG = dict(vocab=10, n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8)
 TOY = get_recipe('tiny', n_layer=2, d_model=16, n_head=2, n_persistent=4, seg_len=8, mem_len=8, batch=2, steps=4, warmup=1,
@@ -49,7 +50,9 @@ def test_recipes_of_older_folders():
     assert Recipe.stored(old) == TOY
     with pytest.raises(TypeError, match='per_layer'): Recipe.stored(dict(per_layer=True))
     assert Recipe.stored(old | dict(repair='scaled')) == TOY                             # once the default, without effect on gates
-    assert Recipe.stored(old | dict(repair='scaled', method='taylor')).repair == 'scaled' # such a run is not continued in another way
+    assert Recipe.stored(old | dict(repair='scaled', method='taylor')).repair == 'scaled' # such a run is continued as it was
+    assert Recipe.stored(old | dict(method='sparsity')).method == 'gini'                 # its old name
+    for name in shipped(): way(stored_recipe(name))                                      # older recipes too
 
 def test_a_number_is_a_constant_learning_rate():
     assert [s.lr for s in train_steps(make(), CORPUS, TOY, lr=1e-4)] == [1e-4] * 4
@@ -177,3 +180,16 @@ def test_refused_without_assertions():
     code = 'from test_refusals import REFUSED\nfor name, f in REFUSED.items():\n    try: f()\n    except ValueError: print(name)'
     end = subprocess.run([sys.executable, '-O', '-c', code], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
     assert end.stdout.split() == [*REFUSED], end.stderr[-500:]
+
+def test_a_state_belongs_to_its_model_and_gates():
+    a, b, gates = make(), make(), HeadGates(2, 2)
+    for model, mine, others in ((b, None, None), (a, gates, None), (a, None, gates)):
+        state = TrainState.new(a, CORPUS, TOY, others)
+        with pytest.raises(ValueError, match='state: of other'): next(train_steps(model, CORPUS, TOY, mine, state=state))
+    with pytest.raises(TypeError): train(a, CORPUS, TOY, step=3)
+
+def test_a_cache_is_refused_where_it_would_pass_a_forward_by():
+    class Half(AllAttention):
+        def forward(self, x, *rest): return (x + super().forward(x, *rest)) / 2
+    model = LM(LMConfig(**CFG), attention=Half).eval()
+    with pytest.raises(ValueError, match='forward of its own'): model.generate(torch.tensor([[1, 2]]), 2)

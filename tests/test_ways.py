@@ -81,7 +81,7 @@ def test_heads_are_removed_to_the_number_also_before_gates_are_frozen():
 @pytest.mark.parametrize('wrong,said', [
     (dict(method='taylor'), 'sparsity=None'), (dict(sparsity=0), 'no head would go'), (dict(sparsity=.04), 'no head would go'),
     (dict(method='taylor', sparsity=.97), 'all heads would go'), (dict(sparsity=.97), 'all heads would go'),
-    (dict(repair='least_squares'), 'for scores'), (dict(method='taylor', sparsity=.5, repair='scaled'), 'give nothing or'), (dict(method='magic'), 'method=magic'),
+    (dict(repair='least_squares'), 'for scores'), (dict(method='taylor', sparsity=.5, repair='magic'), 'give nothing or'), (dict(method='magic'), 'method=magic'),
     (dict(method='entropy', sparsity=.5, score_tokens=256), 'need 257')])
 def test_contradictions_are_refused_before_training(wrong, said):
     with pytest.raises(ValueError, match=said): way(replace(TOY, **wrong))

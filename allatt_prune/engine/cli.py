@@ -158,7 +158,8 @@ def _settings(groups, names): # an option per recipe field, explained if it is i
         help = docs[f.name].partition(';')[0] # a model to prune has values of its own
         if 'n_layer' in names: help += f" (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
         if f.name not in SHOWN: help = argparse.SUPPRESS
-        _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help)
+        choices = ['nothing', 'least_squares'] if f.name == 'repair' else None # older recipes know another
+        _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help, choices)
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e5
 _MODEL = dict(model=(str, 'model name, model folder or run folder'))

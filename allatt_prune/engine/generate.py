@@ -9,7 +9,7 @@ __all__ = ['read']
 import math, torch
 from fastcore.basics import patch
 from torch import Tensor
-from ..model import LM
+from ..model import AllAttention, LM
 
 # %% ../../nbs/engine/06_generate.ipynb #b5d1a0c2
 def read(
@@ -21,6 +21,8 @@ def read(
     x, m, z = model.embed(ids), model.cfg.window, model.per_layer(z)
     for i, layer in enumerate(model.layers):
         if (a := layer.attn) is not None:
+            if type(a).forward is not AllAttention.forward:
+                raise ValueError('model: its attention has a forward of its own, which a cache passes by')
             y = a.norm(x)                                      # (b t c)
             q, k, v = (a.split(f(y)) for f in (a.wq, a.wk, a.wv)) # (b h t d)
             r = caches[i][2] if i in caches else a.relative(model.pos)

@@ -53,8 +53,7 @@ def _by_score(r):
     n = tokens_needed(r)
     if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one')
     if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
-    if r.repair not in ('nothing', 'least_squares'):
-        raise ValueError(f'repair={r.repair}: give nothing or least_squares')
+    if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give nothing or least_squares')
     _kept(r)                                                   # not all, not none
     def choose(model, corpus):
         ids = corpus.train[:r.score_tokens]
