@@ -19,7 +19,8 @@ def test_help_comes_without_slow_libraries(command, asked):
     assert not loaded & set(SLOW)
 
 def test_a_mistake_is_one_line_without_slow_libraries():
-    for words, said in (('fly --help', "argument command: invalid choice: 'fly'"), ('run --steps ten', "argument --steps: invalid int value: 'ten'")):
+    for words, said in (('fly --help', "argument command: invalid choice: 'fly'"), ('run --steps ten', "argument --steps: invalid int value: 'ten'"),
+                        ('run --repair scaled', "argument --repair: invalid choice: 'scaled'")):
         done = python('-c', f"import sys; sys.argv[1:] = {words.split()}\nfrom allatt_prune.engine.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)")
         assert (done.returncode, done.stdout) == (2, 'False\n') and done.stderr.startswith(f'allatt-prune: error: {said}') and done.stderr.count('\n') == 1
 

@@ -143,7 +143,7 @@ def integers(text): return [int(x) for x in text.split(',') if x]
 
 def _option(p, name, usual, help, choices=None): # usual: a default, or a type if there is none
     kind, usual = (usual, None) if callable(usual) else (type(usual), usual)
-    how = dict(type=kind, default=usual, choices=choices, metavar=None if choices else kind.__name__)
+    how = dict(type=kind, default=usual, choices=choices, metavar=None if choices and usual else kind.__name__)
     if usual is False: how = dict(action='store_true')
     if usual: help += ' (default: %(default)s)'
     if name == 'sparsity':
