@@ -37,3 +37,11 @@ def test_its_last_cell_compared_it_with_the_package():
     assert 'equal to 1e-5: attention, gates, three steps of training, evaluation, removal' in OUTPUTS
     losses = {name: float(found(rf'{name} .* ([\d.]+) bits per character')) for name in ('baseline', 'control', 'pruned')}
     assert losses['control'] < losses['pruned'] < losses['baseline'] # as the text says
+
+def test_random_heads_cost_what_it_says():
+    gained = []
+    for seed in range(3):
+        _, _, gates, *others = json.loads((ROOT/'nbs'/f'results/one_page/{seed}.json').read_text())['rows']
+        gained += [gates['bits']['page'] - x['bits']['page'] for x in others]
+    less, cases, bits = re.search(r'in (\d) of (\d) trials, by ([\d.]+) bits', TEXT).groups()
+    assert (int(less), int(cases)) == (sum(x > 0 for x in gained), len(gained)) and float(bits) == round(sum(gained) / len(gained), 3)

@@ -17,6 +17,8 @@ from allatt_prune.engine.report import table
 from allatt_prune.engine.run import MODELS, Way, run, way
 from allatt_prune.config import get_recipe
 
+signal.signal(signal.SIGINT, signal.default_int_handler) # a shell starts jobs in the background without it
+
 RHYME = 'one two buckle my shoe three four knock at the door '
 SMALL = dict(n_layer=2, d_model=32, n_head=4, n_persistent=16, seg_len=16, mem_len=16, batch=4, dropout=.1, attn_dropout=.1, log_every=1, save_every=4, valid_every=5,
              steps=12, warmup=2, prune_steps=14, prune_warmup=2, lam_warmup=4, gate_steps=8, gate_lr=.3, lam=.5)

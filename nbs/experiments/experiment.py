@@ -139,7 +139,7 @@ def saved(name: str, arm: str) -> str: # of choice
     control = [c['rows'][1]['test'] for c in found['controls']]
     for x in found['runs']: cost.setdefault((x['arm'].split()[0], x['seed'], x['lam']), []).append(x['test'] - control[x['seed']])
     mine, chance = (np.array([np.mean(v) for k, v in cost.items() if k[0] == a]) for a in (arm, 'random'))
-    return f'{1 - mine.sum() / chance.sum():.0%} ({(mine < chance).sum()} of {len(mine)} cases)'
+    return f'{1 - mine.sum() / chance.sum():.0%} (less in {(mine < chance).sum()} of {len(mine)} cases)'
 
 def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
     "Bits of the pruned models of three seeds, trained on for 12,000 steps."
@@ -161,7 +161,7 @@ def which_method(experiments: str) -> str: # path of the folder of experiments
     a, b = 'choice-after', 'choice-word'
     rows = [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then a short fine-tuning',
-         f"of what random heads cost, it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; "
+         f"1,500 steps later, it has saved {saved(a, 'leave_one_out')} of what random heads cost on characters, gates {saved(a, 'gates')}; "
          f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there", choice],
         ['', 'minutes', '*leave_one_out* on characters; on words gates in advance, then the old weights',
          f"words: such old weights save {saved(b, 'rewound')}; it takes 2,400 steps more", choice],
