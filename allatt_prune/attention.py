@@ -34,7 +34,7 @@ def attend(
     q: Tensor, # queries (b h t d)
     k: Tensor, # keys of memory, then segment (b h s d)
     v: Tensor, # their values (b h s d)
-    r: Tensor, # relative keys of distances 0..m-1 (h m d); keys further back are masked
+    r: Tensor, # relative keys of distances from 0 (h window d); keys further back are masked
     u: Tensor, # content bias (h d)
     w: Tensor, # distance bias (h d)
     pk: Tensor, # persistent keys (h n d)
@@ -42,13 +42,13 @@ def attend(
     *, dropout: float = 0. # probability of dropping an attention weight
 ) -> Tensor: # outputs of the heads, before the output projection (b h t d)
     "Attend over context and persistent keys in one softmax. Paper, equation 1."
-    (t, d), s, m, n = q.shape[-2:], k.shape[-2], r.shape[-2], pk.shape[-2]
-    dist = distances(t, s, q.device)
+    (t, d), s, window, n = q.shape[-2:], k.shape[-2], r.shape[-2], pk.shape[-2]
+    delta = distances(t, s, q.device)
     # one relative key per key position, the furthest first; zeros beyond the window (masked below)
     by_distance = F.pad(r, (0, 0, 0, s))[:, :s].flip(-2)                # (h s d)
     content = einsum(q + u[:, None], k, 'b h t d, b h s d -> b h t s')
     position = shift(einsum(q + w[:, None], by_distance, 'b h t d, h s d -> b h t s'))
-    context = (content + position).masked_fill((dist < 0) | (dist >= m), -math.inf)
+    context = (content + position).masked_fill((delta < 0) | (delta >= window), -math.inf)
     persistent = einsum(q, pk * d**.5, 'b h t d, h n d -> b h t n')
     p = (torch.cat([context, persistent], -1) / d**.5).softmax(-1)
     if dropout: p = F.dropout(p, dropout)
