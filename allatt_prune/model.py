@@ -35,7 +35,7 @@ class AllAttention(nn.Module):
     def forward(self,
         x: Tensor, # input (b t c)
         mem: Tensor|None, # memory (b s-t c); None: nothing before
-        pos: Tensor, # position table (m c)
+        pos: Tensor, # position table (window c)
         z: Tensor|None = None # head multipliers (h); None: all 1
     ) -> Tensor: # output (b t c)
         # memory and segment are normalised and projected together
@@ -48,7 +48,7 @@ class AllAttention(nn.Module):
     def split(self, x: Tensor) -> Tensor: # (b s h·d) -> (b h s d)
         "One row of vectors per head."
         return rearrange(x, 'b s (h d) -> b h s d', h=self.h)
-    def relative(self, pos: Tensor) -> Tensor: # (m c) -> (h m d)
+    def relative(self, pos: Tensor) -> Tensor: # (window c) -> (h window d)
         "Relative key of every distance."
         return self.split(self.wr(pos)[None])[0]
     def head_outputs(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor: # (b h t d)
@@ -99,12 +99,12 @@ class TiedSoftmax(nn.Module):
     def embed(self, ids: Tensor) -> Tensor: # (b t) -> (b t c)
         "Look up the vectors of symbols."
         return F.embedding(ids, self.emb[0])
-    def logits(self, h: Tensor) -> Tensor: # (... c) -> (... v)
+    def logits(self, x: Tensor) -> Tensor: # (... c) -> (... v)
         "Score every symbol."
-        return wide(F.linear(h, self.emb[0], self.bias))
-    def loss(self, h: Tensor, targets: Tensor) -> Tensor: # (n c), (n) -> () nats
+        return wide(F.linear(x, self.emb[0], self.bias))
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor: # (b·t c), (b·t) -> () nats
         "Mean negative log-likelihood of the targets that are not -100 (PyTorch's mark for 'ignore')."
-        return F.cross_entropy(self.logits(h), targets, reduction='sum') / (targets != -100).sum()
+        return F.cross_entropy(self.logits(x), targets, reduction='sum') / (targets != -100).sum()
 
 # %% ../nbs/method/02_model.ipynb #71f6de32
 class LM(nn.Module):
