@@ -8,7 +8,7 @@ __all__ = ['Target', 'TargetGates']
 # %% ../nbs/beyond/02_targets.ipynb #999fabab
 import torch
 from torch import nn, Tensor
-from .gates import HeadGates, lambda_at, topk_mask
+from .gates import HeadGates, lambda_at
 
 # %% ../nbs/beyond/02_targets.ipynb #8ff4e322
 class Target(nn.Module):
@@ -51,6 +51,7 @@ class TargetGates(HeadGates):
     def freeze(self) -> 'TargetGates':
         "Keep the `keep` largest pi open; end randomness and training."
         if not self.frozen:
-            pi, stays = self.log_alpha, topk_mask(self.log_alpha, self.keep) > 0
-            pi.copy_(torch.where(stays, pi.clamp(min=0), pi.clamp(max=-1e-6)))
+            pi, stays = self.log_alpha, torch.zeros(self.log_alpha.numel(), device=self.log_alpha.device)
+            stays[pi.flatten().argsort(descending=True, stable=True)[:self.keep]] = 1 # ties: the first
+            pi.copy_(torch.where(stays.view_as(pi) > 0, pi.clamp(min=0), pi.clamp(max=-1e-6)))
         return super().freeze()
