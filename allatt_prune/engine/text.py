@@ -101,11 +101,10 @@ def files_in(folder: Path, skip=()): # names to leave out, as hidden ones are
         else: yield p
 
 def _docstrings(path): # of a Python source file; outer ones first
-    try: nodes = [ast.parse(path.read_bytes())]
+    try: tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError): return [] # some files of the library are broken on purpose
-    for x in nodes: nodes += (y for y in ast.iter_child_nodes(x) if not isinstance(y, ast.expr)) # expressions hold none
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    return [d for x in nodes if isinstance(x, kinds) and (d := ast.get_docstring(x))]
+    return [d for x in ast.walk(tree) if isinstance(x, kinds) and (d := ast.get_docstring(x))]
 
 def pydocs() -> str:
     "Documentation of the installed Python as text8-like text of some 2 million characters."
