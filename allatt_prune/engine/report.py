@@ -6,7 +6,7 @@
 __all__ = ['LEGEND', 'TOLD', 'measure', 'markdown', 'table', 'summary', 'environment', 'write_report']
 
 # %% ../../nbs/engine/07_report.ipynb #5b3e91a8
-import json, os, platform, re, subprocess
+import json, platform, re, subprocess
 from dataclasses import asdict
 from pathlib import Path
 import numpy as np, torch
@@ -36,15 +36,14 @@ def measure(
     text = torch.from_numpy(np.resize(corpus.train[:shape[0]*shape[1]], shape).astype(np.int64))
     times = in_turns([segment_job(m, text[:, :-1], z, text[:, -cfg.seg_len:]) for m, z in zip(nets, zs)])
     splits = [ids[:eval_tokens or None] for ids in (corpus.valid, corpus.test)]
-    bar = Progress('evaluation', len(nets) * sum(map(len, splits)))
-    for name, m, z, t in zip(names, nets, zs, times):
-        valid, test = (evaluate(m, ids, z, after=bar.update).as_usual(unit) for ids in splits)
-        heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
-        size, macs = count_params(m), round(count_macs(m, batch)['total'])
-        rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=size['blocks'],
-                         params=size['total'], macs=macs, unit=unit, valid=valid, test=test,
-                         tokens=[len(ids) - 1 for ids in splits], ms=t.median, spread=t.spread))
-    bar.close()
+    with Progress('evaluation', len(nets) * sum(map(len, splits))) as bar:
+        for name, m, z, t in zip(names, nets, zs, times):
+            valid, test = (evaluate(m, ids, z, after=bar.update).as_usual(unit) for ids in splits)
+            heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
+            size, macs = count_params(m), round(count_macs(m, batch)['total'])
+            rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=size['blocks'],
+                             params=size['total'], macs=macs, unit=unit, valid=valid, test=test,
+                             tokens=[len(ids) - 1 for ids in splits], ms=t.median, spread=t.spread))
     return rows
 
 # %% ../../nbs/engine/07_report.ipynb #0c684946
@@ -84,13 +83,10 @@ def summary(rows: list[dict]) -> str: # from `measure`
 
 # %% ../../nbs/engine/07_report.ipynb #10c34949
 def _commit(): # of the package; unknown outside its own clone
-    env = {k: x for k, x in os.environ.items() if not k.startswith('GIT_')} # of another repository
-    here = dict(capture_output=True, text=True, cwd=Path(checkpoint.__file__).parent, env=env)
-    def git(*args): return subprocess.run(['git', *args], **here).stdout.strip()
-    try:
-        own = git('ls-files', '--full-name', 'report.py') == 'allatt_prune/engine/report.py'
-        return own and git('describe', '--always', '--dirty') or 'unknown'
-    except OSError: return 'unknown'
+    root = Path(checkpoint.__file__).parents[2]
+    git = ['git', f'--git-dir={root}/.git', f'--work-tree={root}', 'describe', '--always', '--dirty']
+    try: return subprocess.run(git, capture_output=True, text=True).stdout.strip() or 'unknown'
+    except OSError: return 'unknown'                           # no git on this machine
 
 def environment(device: str) -> dict[str, str]: # device of the models
     "Record the hardware, versions and commit of a result."
