@@ -73,11 +73,11 @@ class Processes:
 # %% ../../nbs/engine/04_processes.ipynb #92d8787a
 class Progress(tqdm):
     "Progress bar on a terminal; elsewhere a log line every 30 seconds."
-    def __init__(self, name: str, total: int, initial: int = 0, *, show: bool = True):
+    def __init__(self, name: str, total: int, initial: int = 0, steps=None, *, show: bool = True):
         self.lines = not sys.stderr.isatty()
         lines = dict(bar_format='{desc}: {n_fmt} of {total_fmt}{postfix}, about {remaining} left',
                      mininterval=30, maxinterval=30, file=io.StringIO()) if self.lines else {}
-        super().__init__(total=total, initial=initial, desc=name, disable=not show, leave=False, **lines)
+        super().__init__(steps, name, total, leave=False, initial=initial, disable=not show, **lines)
     def display(self, msg=None, pos=None):
         "Show the bar, or log the line."
         if not self.lines: return super().display(msg, pos)

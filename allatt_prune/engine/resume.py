@@ -150,11 +150,10 @@ def train_run(
             if run_dir and due: _save(s, folder, about, modules, log)
             if came: raise Stopped(came)
         if s.step: look(resumed=True)                          # if a signal had ended the validation
-        bar = Progress(phase, r.steps, s.step, show=world.rank == 0)
-        for s in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s):
+        steps = train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s)
+        bar = Progress(phase, r.steps, s.step, steps, show=world.rank == 0)
+        for s in bar:
             if after: after(s)
             look()
             bar.set_postfix_str(f'{s.loss:.3f} nats', refresh=False)
-            bar.update()
-        bar.close()
     return [rec for rec in log['records'] if rec['phase'] == phase]
