@@ -28,8 +28,7 @@ def _find(args, *names): # model folder; in a run, the first of these models tha
 def _open(args, *names): # as for `_find` -> model, z or None, folder
     path, device = _find(args, *names), engine.run.pick_device(args.device)
     model, (_, parts) = allatt_prune.LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
-    with engine.checkpoint.reading(f'{path}: z'):
-        z = parts['z']['z'].to(device) if 'z' in parts else None
+    z = parts['z']['z'].to(device) if 'z' in parts else None
     if 'gates' in parts and z is None: raise ValueError(f'model={path}: saved without z (multipliers)')
     return model, z, path
 

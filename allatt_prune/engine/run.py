@@ -75,27 +75,28 @@ def way(
 MODELS = 'baseline', 'gated', 'pruned', 'control' # in the order of training
 
 def _make(name, recipe, corpus, found, z, run_dir, device, mine): # -> model, parts to save with it
+    def train(model, r, **how):
+        train_run(model, corpus, r, run_dir=run_dir, phase=name, resume=True, **how)
+        return model
+    torch.manual_seed(recipe.seed)
+    r, how = recipe.pruning(), dict(start=recipe.steps)
+    if name == 'baseline':
+        return train(checkpoint.build(recipe.config(len(corpus.vocab))).to(device), recipe), {}
     if name == 'pruned' and not mine.choose:
         return remove_heads(found['gated'], z != 0, z), dict(keep=(z != 0).int().tolist())
-    torch.manual_seed(recipe.seed)
-    r, how, parts = recipe.pruning(), dict(start=recipe.steps), {}
-    if name == 'baseline':
-        r, how, model = recipe, {}, checkpoint.build(recipe.config(len(corpus.vocab))).to(device)
-    else: model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
-    if name == 'gated': r, how = recipe, how | dict(gates=mine.gates, penalty=mine.penalty)
-    if name == 'pruned':
-        keep, model = mine.choose(model, corpus)
-        parts = dict(keep=keep.int().tolist())
-    if how and recipe.teacher: how['text_loss'] = Distill(found['baseline'], recipe.teacher)
-    train_run(model, corpus, r, run_dir=run_dir, phase=name, resume=True, **how)
-    if name == 'gated': parts = dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
-    return model, parts
+    model = found['baseline'].with_config(dropout=r.dropout, attn_dropout=r.attn_dropout)
+    if recipe.teacher: how['text_loss'] = Distill(found['baseline'], recipe.teacher)
+    if name == 'control': return train(model, r, **how), {}
+    if name == 'gated':
+        train(model, recipe, gates=mine.gates, penalty=mine.penalty, **how)
+        return model, dict(gates=mine.gates.state_dict(), z=dict(z=mine.gates.eval()()))
+    keep, model = mine.choose(model, corpus)
+    return train(model, r, **how), dict(keep=keep.int().tolist())
 
 def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by name, z, kept heads
     world, found, z, keep = Processes(), {}, None, None
     for part in (mine.gates, mine.penalty):
         if isinstance(part, nn.Module): part.to(device)
-    about = dict(vocab=dict(unit=corpus.unit, symbols=corpus.vocab), recipe=asdict(recipe))
     for name in models:
         folder = run_dir/name
         ready = os.path.lexists(folder)
@@ -106,10 +107,9 @@ def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by nam
                 same_recipe(stored_recipe(folder), recipe, folder)
         else:
             found[name], parts = _make(name, recipe, corpus, found, z, run_dir, device, mine)
-            if world.rank == 0: found[name].save_pretrained(folder, **about, **parts)
-        with checkpoint.reading(f'{folder}: z or keep'):
-            if name == 'gated': z = parts['z']['z'].to(device)
-            if name == 'pruned': keep = parts['keep']
+            if world.rank == 0: found[name].save_pretrained(folder, recipe=asdict(recipe), **parts)
+        if name == 'gated': z = parts['z']['z'].to(device)
+        if name == 'pruned': keep = parts['keep']
     world.barrier()
     return found, z, keep
 
@@ -143,10 +143,9 @@ def text_for(
     corpus: str|Path, cache: str|Path|None = None # as for `load_corpus`
 ) -> Corpus:
     "Load a corpus with a model's unit and vocabulary."
-    own = isinstance(model, LM)
-    if own and not model.vocab: raise ValueError('model: knows no vocabulary; train it on a text first')
     with checkpoint.reading('vocab.json of the model'):
-        saved = model.vocab if own else checkpoint.read_part(model, 'vocab.json')
+        saved = model.vocab if isinstance(model, LM) else checkpoint.read_part(model, 'vocab.json')
+        if not saved: raise ValueError('model: knows no vocabulary; train it on a text first')
         unit, vocab = saved['unit'], [*map(''.join, saved['symbols'])]
     return load_corpus(corpus, cache, unit, vocab=vocab)
 
