@@ -71,8 +71,7 @@ def from_texts(
         if len(counts) < len(number) and UNKNOWN[unit] not in counts: vocab.append(UNKNOWN[unit])
     # table: number in order of appearance -> id
     table = np.array(symbol_ids([*number], vocab, unit, name), np.min_scalar_type(len(vocab) - 1))
-    lost = letters[0] / max(1, letters[1])
-    return Corpus(name, *np.split(table[ids], ends[:2]), list(vocab), unit, lost)
+    return Corpus(name, *np.split(table[ids], ends[:2]), list(vocab), unit, letters[0] / max(1, letters[1]))
 
 def from_text(
     text: str, unit: str = 'char', name: str = 'text', vocab: list[str]|None = None # as for `from_texts`
