@@ -25,19 +25,18 @@ def _plain(text, allowed='\n'): # control characters are escaped
 def _find(args, *names): # model folder; in a run, the first of these models that exists
     return next((p for name in names if (p := Path(args.model)/name).exists()), Path(args.model))
 
-def _open(args, *names): # as for `_find` -> model, z or None, folder
+def _open(args, *names): # as for `_find` -> model, z or None, text (if there is an option for it)
     path, device = _find(args, *names), engine.run.pick_device(args.device)
     model, (_, parts) = allatt_prune.LM.from_pretrained(path).to(device), engine.checkpoint.load(path)
     z = parts['z']['z'].to(device) if 'z' in parts else None
     if 'gates' in parts and z is None: raise ValueError(f'model={path}: saved without z (multipliers)')
-    return model, z, path
+    if 'corpus' not in args: return model, z, None
+    corpus = _corpus(path) if args.corpus is None else args.corpus
+    return model, z, engine.run.text_for(path, corpus, args.cache)
 
 def _corpus(path): # the corpus of a model's run; pydocs outside a run
     with suppress(OSError): return engine.run.stored_recipe(path.resolve().parent).corpus
     return 'pydocs'
-
-def _text(args, path): # read with the model's vocabulary
-    return engine.run.text_for(path, _corpus(path) if args.corpus is None else args.corpus, args.cache)
 
 # %% ../../nbs/engine/09_cli.ipynb #fede0856
 def _share(args, cfg, usual): # of the heads to remove
@@ -79,8 +78,7 @@ def _train(args): # run, train and prune
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
 def _evaluate(args):
-    model, z, path = _open(args, 'pruned', 'baseline')
-    text = _text(args, path)
+    model, z, text = _open(args, 'pruned', 'baseline')
     ids = getattr(text, args.split)[:args.tokens or None]
     with engine.processes.Progress('evaluation', len(ids)) as bar:
         loss = allatt_prune.evaluate(model, ids, z, args.batch, after=bar.update)
@@ -89,8 +87,7 @@ def _evaluate(args):
 
 def _score(args):
     from allatt_prune.importance import keep_mask, score
-    model, z, path = _open(args, 'baseline')
-    text = _text(args, path)
+    model, z, text = _open(args, 'baseline')
     ids = text.train[:args.score_tokens]
     scores = score(model, ids, args.method, z=z, seed=args.seed)
     keep = keep_mask(scores, _share(args, model.cfg, args.sparsity))
@@ -103,8 +100,8 @@ def _score(args):
 
 def _sample(args):
     import torch
-    model, z, path = _open(args, 'pruned', 'baseline')
-    if not model.vocab: raise DataError(f'model={path}: saved without vocab, its vocabulary')
+    model, z, _ = _open(args, 'pruned', 'baseline')
+    if not model.vocab: raise DataError(f'model={args.model}: saved without vocab, its vocabulary')
     unit, symbols = model.vocab['unit'], model.vocab['symbols']
     prompt = normalize(args.prompt) if unit == 'char' else args.prompt
     pieces = prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt)
