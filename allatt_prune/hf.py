@@ -6,18 +6,18 @@
 __all__ = ['is_causal', 'complete', 'HFHeads', 'train_gates']
 
 # %% ../nbs/beyond/06_hf.ipynb #7a93be8a
-import inspect, math
+import copy, inspect, math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-import torch, torch.nn.functional as F, transformers
+import numpy as np, torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
-from tqdm import trange
+from tqdm import tqdm, trange
 from .hf_heads import (check, check_once, masked, outputs, plain, remove_heads, shape,
                                    units_left)
-from .hf_models import KINDS, PRUNED, add_architecture, units_of, weight_rows
-from .importance import ADAPTERS, keep_mask, seeded
+from .hf_models import KINDS, PRUNED, add_architecture, layers, units_of, weight_rows
+from .importance import ADAPTERS, keep_mask, replaced, seeded
 from .model import wide
 from .targets import Target, TargetGates
 from .training import evaluating
@@ -90,6 +90,10 @@ def _parameters(units): # (n p), all parameters of each unit that is left
     rows = [rearrange(p, '(b n d) ... -> n (b d ...)', b=blocks, n=n) for p in rows]
     return torch.cat([*rows, rearrange(weight_rows(out), 'c (n d) -> n (d c)', n=n)], 1)
 
+def _mean(pieces): # losses and label counts, ... -> mean over labels
+    loss, n, *_ = zip(*pieces)
+    return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
+
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
     def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
@@ -115,15 +119,40 @@ class HFHeads:
             yield *self.measured(x, own.repeat_interleave(self.rows(x) // own.shape[1], 1)), own
     @torch.no_grad()
     def mean_loss(self, z=None): # over labels, in evaluation mode
-        with evaluating(self.model): loss, n, _ = zip(*self.losses(z))
-        return math.fsum(torch.cat(loss).tolist()) / torch.cat(n).sum().item()
+        with evaluating(self.model): return _mean(self.losses(z))
+    def below(self, x, z): # batch -> layer: what returns its output; {} if that would change a loss
+        if self.loss: return {}                                # it may call the model as it likes
+        ran, stack = [], [*layers(self.model)]
+        def run(f, forward, *args, **how):
+            ran.append((f, forward(*args, **how)))
+            return copy.deepcopy(ran[-1][1])                   # hooks may change it in place
+        with replaced('forward', {f: partial(run, f, f.forward) for f in stack}):
+            loss, _ = self.measured(x, z)
+        if [f for f, _ in ran] != stack: return {}             # some run again, or in another order
+        last = max(self.units_left.any(1).nonzero(), default=0) # a mask must meet units
+        below = {f: partial(lambda out, *args, **how: copy.deepcopy(out), out) for f, out in ran[:last]}
+        try:
+            with replaced('forward', below): again, _ = self.measured(x, z)
+        except Exception: return {}                            # layers that share more than outputs
+        return below if torch.equal(again, loss) else {}
+    @torch.no_grad()
+    def without_each(self, z): # -> (l n) mean losses; layers below a unit run once per batch
+        data, found = self.read(), {}
+        order = [*np.ndindex(len(data), *z.shape)][::-1]       # from the top: fewer and fewer are kept
+        with evaluating(self.model):
+            for k, i, j in tqdm(order, desc='leave_one_out', disable=None):
+                if (i + 1, j + 1) == z.shape: below = self.below(data[k], z)
+                below, less = dict(islice(below.items(), i)), z.clone()
+                less[i, j] = 0
+                with replaced('forward', below):
+                    found.setdefault((i, j), []).append(self.measured(data[k], less))
+        return torch.tensor([_mean(found[at]) for at in np.ndindex(*z.shape)]).view(z.shape)
     def parts(self, model=None): # units of each layer, for methods that look inside
         if self.units == 'both' or not self.units_left.all():
             raise ValueError('units: not heads or neurons of a whole model')
         return units_of(model or self.model, self.units, self.shape[1])
     @torch.no_grad()
     def watch(self, z, hook): # read all batches; hook: of batch and units -> handle
-        z = torch.ones(self.shape) if z is None else z
         for x in self.read():
             with ExitStack() as hooks:
                 for units in self.parts(): hooks.enter_context(hook(x, units)) # before the mask

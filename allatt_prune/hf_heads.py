@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from .hf_models import (KINDS, Pruned, Units, architecture, at, cut, layers, n_heads, pruned_class,
                                     units_of, weight_rows)
 from .model import wide
-from .importance import seeded
+from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
 from .training import evaluating, same_modes
 
@@ -56,6 +56,12 @@ def units_left(model, units: str, n: int) -> Tensor: # as for `units_of` -> (l n
     return found
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #5b0f9da6
+def _numbers(z, name): # gates, mask or multipliers -> (l n) or (l b n); name in messages
+    try: found = torch.as_tensor(z.open_mask() if hasattr(z, 'open_mask') else z)
+    except (RuntimeError, TypeError, ValueError): found = torch.empty(0)
+    if found.dim() > 1: return found
+    raise ValueError(f'{name}={type(z).__name__}: not gates or one number per unit (layers, units)')
+
 class _Pass: # a forward pass; it draws its multipliers once, for all layers
     def __init__(self, stack, draw): # module that runs the layers; function -> (l n) or (l b n)
         self.stack, self.draw, self.z, self.met = stack, draw, None, 0
@@ -94,9 +100,9 @@ def masked(
     "Multiply the units by z inside a `with` block. Gradients flow into z. Nested masks multiply."
     model, units = unwrapped(model), getattr(z, 'units', units)
     model = plain(model.get_base_model() if hasattr(model, 'get_base_model') else model) # of PEFT
-    if z is None: z = torch.ones(shape(model, units))
+    if z is None: z = torch.ones(shape(model, units, 1))
     stack = at(model.base_model, architecture(model.config).layers.rpartition('.')[0])
-    mask = torch.as_tensor(z.open_mask() if hasattr(z, 'open_mask') else z)
+    mask = _numbers(z, 'z')
     n = mask.shape[-1]
     per_head(mask if mask.dim() < 3 else mask[:, 0], 'z', shape(model, units, columns=n))
     now = _Pass(stack, z if callable(z) else lambda: mask)
@@ -108,10 +114,9 @@ def masked(
         for x in rows:
             hooks.enter_context(x.modules[-1].register_forward_pre_hook(partial(now.multiply, x)))
         if rows: hooks.enter_context(stack.register_forward_hook(now.end))
-        for m in stack.modules():
-            if run := vars(m).get('_gradient_checkpointing_func'):
-                m._gradient_checkpointing_func = partial(now.again, run)
-                hooks.callback(setattr, m, '_gradient_checkpointing_func', run)
+        name = '_gradient_checkpointing_func'
+        runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
+        hooks.enter_context(replaced(name, runs))
         yield
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c07a1e05
@@ -250,7 +255,7 @@ def remove_heads(
     model, units = plain(model), getattr(keep, 'units', units)
     if any(p.is_meta for p in model.parameters()) or getattr(model, '_hf_peft_config_loaded', False):
         raise ValueError('model: has offloaded weights or adapters; load or merge them first')
-    n = torch.as_tensor(keep.open_mask() if hasattr(keep, 'open_mask') else keep).shape[-1]
+    n = _numbers(keep, 'keep').shape[-1]
     keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=n)))
     if (keep & ~units_left(model, units, n)).any():
         raise ValueError('keep: some of these were removed before')
