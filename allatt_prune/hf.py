@@ -33,12 +33,11 @@ def _distances(model, x): # as `_losses`: to the whole model's outputs
     for name, out in outputs(model, x).items():
         whole, real = x['whole'][name], x.get('attention_mask')
         if name.startswith(('start', 'end')): out, whole = out * real, whole * real # over tokens
-        found.append((out - whole).square().sum(-1) / whole.square().sum(-1).clamp(min=1e-30))
-    per_token = [d for d in found if d.dim() > 1]
-    if not per_token: return sum(found) / len(found), torch.ones_like(found[0])
-    if real is None or real.shape != per_token[0].shape: real = torch.ones_like(per_token[0])
-    n = real.flatten(1).sum(1)                                 # an output per row counts as often
-    return sum((d * real).flatten(1).sum(1) if d.dim() > 1 else d * n for d in found) / len(found), n
+        d = (out - whole).square().sum(-1) / whole.square().sum(-1).clamp(min=1e-30)
+        found.append(d.reshape(d.shape[:1].numel(), -1))       # (b t) of tokens, (b 1) of rows
+    widest = max(found, key=lambda d: d.shape[1])
+    if real is None or real.shape != widest.shape: real = torch.ones_like(widest)
+    return sum((d * real).sum(1) for d in found) / len(found), real.sum(1) # a row counts as its tokens
 
 def _losses(model, x): # batch -> (n) losses, summed over labels or tokens; (n) their numbers
     if 'whole' in x: return _distances(model, x)
@@ -108,7 +107,7 @@ class HFHeads:
         return self.batches
     def rows(self, x): # of a batch; choices count as rows
         return x[self.main].shape[:-1].numel() if self.main == 'input_ids' else len(x[self.main])
-    def measured(self, x, z): # batch, masked by z (l b n) -> losses, label counts
+    def measured(self, x, z): # batch, masked by z (l n) or (l b n) -> losses, label counts
         with masked(self.model, z, self.units):
             if self.loss: return self.loss(self.model, x).reshape(1), torch.ones(1)
             return _losses(self.model, x)
