@@ -114,6 +114,10 @@ class Recipe(LMConfig):
         super().__post_init__()
         if not self.clip: raise ValueError('clip=0.0: nothing would be trained; give more')
         if self.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 0, or at least 2')
+    def __repr__(self): # the nearest recipe and what differs from it
+        def changed(other): return {k: x for k in SETTINGS if (x := getattr(self, k)) != getattr(other, k)}
+        name, changes = min(((n, changed(r)) for n, r in RECIPES.items()), key=lambda found: len(found[1]))
+        return f"get_recipe({', '.join([repr(name), *(f'{k}={x!r}' for k, x in changes.items())])})"
     @classmethod
     def stored(cls, saved: dict) -> 'Recipe': # of a recipe.json
         "Recipe of a saved model or run. Older ones say 0 for no sparsity, and name what has gone."

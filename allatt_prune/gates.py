@@ -55,6 +55,9 @@ class HeadGates(nn.Module):
         else: g = self.open_mask().to(self.log_alpha.dtype)
         return g * output_scale(g) if self.scale else g
 
+    def extra_repr(self):
+        keep = self.open_mask()
+        return f"{keep.sum()} of {keep.numel()} open{', frozen' * bool(self.frozen)}; by layer {keep.sum(1).tolist()}"
     def _apply(self, fn, recurse=True): # of .half(), .to(...): in 16 bits, small steps would be rounded away
         def wide(x):
             y = fn(x)

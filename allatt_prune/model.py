@@ -122,6 +122,9 @@ class LM(nn.Module):
         self.norm = nn.LayerNorm(c)
         self.vocab = None                                      # unit and symbols, once known
 
+    def __repr__(self):
+        size = sum(p.numel() for p in self.parameters())
+        return f'LM of {size:,} parameters, heads per layer {self.cfg.layer_heads}\n{super().__repr__()}'
     @property
     def hash(self) -> str|None:
         "Hash of the vocabulary, as of a `Corpus`; None: not known."

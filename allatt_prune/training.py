@@ -77,6 +77,9 @@ class TrainState:
     grad_norm: float = math.nan # of the last step, before clipping
     lr: float = math.nan # of the last step
 
+    def __repr__(self):
+        gates = '' if self.gates is None else f', {self.gates}'
+        return f'TrainState: {self.step} steps done, last loss {self.loss:.3f} nats{gates}'
     @classmethod
     def new(cls, model: LM, corpus: Corpus, r: Recipe, gates=None, **how) -> 'TrainState': # start, text_loss
         "State before the first step."
