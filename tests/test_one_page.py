@@ -1,5 +1,6 @@
 "The page that holds the whole method: its promises of size, of standing alone, and of opening with what it computes."
 import ast, json, re
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -45,3 +46,20 @@ def test_random_heads_cost_what_it_says():
         gained += [gates['bits']['page'] - x['bits']['page'] for x in others]
     less, cases, bits = re.search(r'in (\d) of (\d) trials, by ([\d.]+) bits', TEXT).groups()
     assert (int(less), int(cases)) == (sum(x > 0 for x in gained), len(gained)) and float(bits) == round(sum(gained) / len(gained), 3)
+
+def test_its_other_figures():
+    from allatt_prune.config import RECIPES
+    from allatt_prune.cost import count_params
+    from allatt_prune.gates import l0_prob
+    import torch
+    def persistent(cfg): # share of a head
+        few, many = (count_params(replace(cfg, heads=[n] * cfg.n_layer))['blocks'] for n in (1, 2))
+        return round(100 * 2 * cfg.n_persistent * cfg.d_head * cfg.n_layer / (many - few))
+    paper = RECIPES['text8'].config(27)
+    ours = replace(paper, n_layer=4, d_model=96, n_persistent=96)
+    assert f"persistent vectors are {persistent(paper)} % of a head's parameters; on this page, {persistent(ours)} %" in TEXT
+    two = torch.tensor(2.)
+    odds = [f'{x:.2f}'.lstrip('0') for x in (two.sigmoid(), l0_prob(two))]
+    assert 'open with probability {} and pays with probability {}'.format(*odds) in TEXT
+    saved = re.search(r'\(gates: (\d+)%\)', (ROOT/'README.md').read_text(encoding='utf-8'))[1]
+    assert f'gates save {saved} % of what random heads cost' in TEXT
