@@ -39,14 +39,14 @@ def checked(name: str, kind: type, x): # setting, its type, value -> value of th
 @dataclass
 class LMConfig:
     "Shape of a model. Defaults: the paper's text8 model."
-    vocab: int = 27 # number of symbols v
+    vocab: int = 27 # number of symbols
     n_layer: int = 12 # number of layers l, §4.1.1
     d_model: int = 512 # width c, §4.1.1
     n_head: int = 8 # heads per layer h, §4.1.1
-    n_persistent: int = 2048 # persistent vectors per head N, §4.1.1
+    n_persistent: int = 2048 # persistent vectors per head n, §4.1.1
     d_ff: int = 0 # feed-forward width of Transformer-XL; All-attention has none (§3.1)
-    seg_len: int = 512 # segment length T, §4.1.2
-    mem_len: int = 512 # memory length S, §4.1.2; 0: no memory
+    seg_len: int = 512 # segment length t, §4.1.2
+    mem_len: int = 512 # memory length, §4.1.2; 0: no memory
     dropout: float = .1 # dropout of embedding and hidden activations, §4.1.2
     attn_dropout: float = .2 # dropout of attention weights, §4.1.2
     cutoffs: list = () # first word of each further cluster of the adaptive softmax

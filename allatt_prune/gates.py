@@ -17,8 +17,8 @@ BETA, GAMMA, ZETA = .33, -.1, 1.1 # temperature (the paper's code); stretch (arX
 def bin_concrete(pi: Tensor) -> Tensor: # draws s' in [0, 1], same shape
     "Sample stretched and clipped BinConcrete variables. Paper, §3.2; arXiv 1712.01312."
     # keep the uniform noise off 0 and 1, so that neither logarithm is infinite
-    noise = torch.rand_like(pi).clamp(torch.finfo(pi.dtype).tiny, 1 - 2**-24)
-    draw = torch.sigmoid((noise.log() - torch.log1p(-noise) + pi) / BETA)
+    uniform = torch.rand_like(pi).clamp(torch.finfo(pi.dtype).tiny, 1 - 2**-24)
+    draw = torch.sigmoid((uniform.log() - torch.log1p(-uniform) + pi) / BETA)
     return (draw * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 # %% ../nbs/method/03_gates.ipynb #72d45299

@@ -76,11 +76,11 @@ class Layer(nn.Module):
         return x if self.ff is None else x + self.ff(x)
 
 # %% ../nbs/method/02_model.ipynb #5d6fa645
-def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; S -> like mems
-    "Keep the last S inputs of every layer, without gradient. Paper, §3.1."
+def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; int -> like mems
+    "Keep the last `mem_len` inputs of every layer, without gradient. Paper, §3.1."
     if mem_len == 0: return None
     new, t = torch.stack([x[:, -mem_len:] for x in inputs]).detach(), inputs[0].shape[1]
-    # the last S - t old positions, then the new ones
+    # the last old positions that there is room for, then the new ones
     return new if mems is None or t >= mem_len else torch.cat([mems[:, :, t - mem_len:], new], 2)
 
 # %% ../nbs/method/02_model.ipynb #f1ed53f0
@@ -90,7 +90,7 @@ def wide(x: Tensor) -> Tensor:
 
 class TiedSoftmax(nn.Module):
     "Embedding and softmax with one shared table. arXiv 1608.05859."
-    def __init__(self, vocab: int, width: int, cutoffs=()): # symbols v, width c
+    def __init__(self, vocab: int, width: int, cutoffs=()): # vocab, width c
         super().__init__()
         if cutoffs: raise ValueError('cutoffs: give softmax=AdaptiveSoftmax of engine.softmax')
         std = min(.02, 3 / width)
@@ -99,7 +99,7 @@ class TiedSoftmax(nn.Module):
     def embed(self, ids: Tensor) -> Tensor: # (b t) -> (b t c)
         "Look up the vectors of symbols."
         return F.embedding(ids, self.emb[0])
-    def logits(self, x: Tensor) -> Tensor: # (... c) -> (... v)
+    def logits(self, x: Tensor) -> Tensor: # (... c) -> (... vocab)
         "Score every symbol."
         return wide(F.linear(x, self.emb[0], self.bias))
     def loss(self, x: Tensor, targets: Tensor) -> Tensor: # (b·t c), (b·t) -> () nats
@@ -135,7 +135,7 @@ class LM(nn.Module):
         targets: Tensor|None = None, # symbols to predict (b t); -100: ignored
         mems: Tensor|None = None, # last memory (l b s-t c); None: start of text
         z: Tensor|None = None # head multipliers (l h); None: all 1
-    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t v); new memory
+    ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t vocab); new memory
         x, inputs, z = self.embed(ids), [], self.per_layer(z)
         if mems is not None and mems.shape[:2] != (len(self.layers), len(ids)):
             raise ValueError(f'mems={tuple(mems.shape)}: not (l b s-t c) of this model and batch')

@@ -35,9 +35,9 @@ def _memory(model, ids, z=None): # memory after reading ids
 
 @torch.inference_mode()
 def segment_job(
-    model: LM, ids: Tensor, # (b S+T) or longer: the last T are timed, the rest fill the memory
+    model: LM, ids: Tensor, # (b mem_len+t) or longer: the last t are timed, the rest fill the memory
     z: Tensor|None = None, # head multipliers (l h); None: all 1
-    targets: Tensor|None = None # symbols to score (b T); None: compute all logits
+    targets: Tensor|None = None # symbols to score (b t); None: compute all logits
 ) -> Callable[[], Tensor]:
     "Make a job that reads one segment, in evaluation mode, and returns logits or the loss of targets."
     t, ids = model.cfg.seg_len, ids.to(model.pos.device)
@@ -48,7 +48,7 @@ def segment_job(
 
 # %% ../nbs/method/07_timing.ipynb #eabb4ef0
 def train_job(
-    model: LM, ids: Tensor, # (b S+T+1) or longer; targets are the next symbols
+    model: LM, ids: Tensor, # (b mem_len+t+1) or longer; targets are the next symbols
     dtype: torch.dtype = torch.float32 # bfloat16: autocast
 ) -> Callable[[], Tensor]:
     "Make a job that does a forward and a backward pass of one segment, in training mode."

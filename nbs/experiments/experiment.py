@@ -138,8 +138,9 @@ def saved(name: str, arm: str) -> str: # of choice
     found, cost = result(name), {}
     control = [c['rows'][1]['test'] for c in found['controls']]
     for x in found['runs']: cost.setdefault((x['arm'].split()[0], x['seed'], x['lam']), []).append(x['test'] - control[x['seed']])
-    mine, chance = (np.array([np.mean(v) for k, v in cost.items() if k[0] == a]) for a in (arm, 'random'))
-    return f'{1 - mine.sum() / chance.sum():.0%} (less in {(mine < chance).sum()} of {len(mine)} cases)'
+    seeds, lams = (sorted({k[i] for k in cost}) for i in (1, 2))
+    mine, chance = (np.array([[np.mean(cost[a, s, lam]) for lam in lams] for s in seeds]) for a in (arm, 'random'))
+    return f'{1 - (mine.sum(1) / chance.sum(1)).mean():.0%} (less in {(mine < chance).sum()} of {mine.size} cases)'
 
 def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
     "Bits of the pruned models of three seeds, trained on for 12,000 steps."
@@ -147,7 +148,7 @@ def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
     return passage_bits([x['models']['pruned']['passages']['test'] for x in found])
 
 def which_method(experiments: str, brief: bool = False) -> str: # path of the folder of experiments
-    "Which method to use, with the recorded numbers that say so, as a table; brief: one number each."
+    "Which method to use, with the recorded numbers that say so, as a table; brief: of three rows."
     parts = result('pretrained')['parts']
     def decoder(m): return np.array([r['test'] for p in parts.values() for r in p.get('runs', ()) if (r['method'], r.get('rate')) == (m, .2) and 'test' in r])
     def encoder(m): return np.array([r['cosine'] for r in parts['minilm-encoder']['runs'] if (r['method'], r['rate']) == (m, .5)])
@@ -158,35 +159,32 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     whole = np.mean(parts['whole']['runs'][0]['test'])
 
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('choice', 'pretrained'))
-    a, b, least = 'choice-after', 'choice-word', lambda arm: saved('choice-after', arm).split()[0]
-    models = { # use, in short, because
-        ('All-attention, trained here', choice): [
-            ('*leave_one_out*, then a short fine-tuning', f"*leave_one_out*: saves {least('leave_one_out')} of what random heads cost on characters (gates: {least('gates')}); on words nothing sure",
-             f"1,500 steps later, it has saved {saved(a, 'leave_one_out')} of what random heads cost on characters, gates {saved(a, 'gates')}; "
-             f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there"),
-            ('*leave_one_out* on characters; on words gates in advance, then the old weights', f"the same; on words, gates and the old weights: saves {saved(b, 'rewound').split()[0]}",
-             f"words: such old weights save {saved(b, 'rewound')}; it takes 2,400 steps more"),
-            ('*leave_one_out* (tried on characters)', f"*leave_one_out*: {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits better than gates",
-             f"after 12,000 steps it is {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits per character better than gates")],
-        ('a decoder of transformers', pretrained): [
-            ('*gradient*', f"*gradient*: loses {decoder('gradient').mean() - whole:.2f} nats (random: {decoder('random').mean() - whole:.1f})",
-             f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}"),
-            ('gates', f"gates: {between(decoder('leave_one_out') - decoder('gates'))} nats better than the best score",
-             f"it loses {between(decoder('leave_one_out') - decoder('gates'))} nats less than with *leave_one_out*, the best score"),
-            ('gates', f"gates: {between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} nats better than *gradient* on a new text (one seed)",
-             f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
-             f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another")],
-        ('an encoder', pretrained): [
-            ('*output_difference*', f"*output_difference*: cosine {encoder('output_difference').mean():.2f} to the whole model (random: {encoder('random').mean():.2f})",
-             f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}"),
-            ('gates', f"gates: accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out*",
-             f"accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out* as a classifier; "
-             f"as an encoder cosine {encoder('gates').mean():.2f} and {encoder('leave_one_out').mean():.2f}"),
-            ('*gradient*, the cheapest', '*gradient*, the cheapest: no clear difference (one seed)',
-             f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference")]}
-    times = ['seconds', 'minutes', 'hours to train']
-    if brief: return markdown(['', *times], [[f'{m} ({see})', *(x[1] for x in cells)] for (m, see), cells in models.items()], text=4)
-    rows = [['' if i else m, times[i], use, because, see] for (m, see), cells in models.items() for i, (use, _, because) in enumerate(cells)]
+    a, b, share = 'choice-after', 'choice-word', lambda *which: saved(*which).split()[0]
+    if brief: return markdown(['my model', 'use', 'because'], [
+        ['All-attention, trained here', '*leave_one_out*, then fine-tune',
+         f"on characters, after 1,500 steps, it has saved {share(a, 'leave_one_out')} of what random heads cost, gates {share(a, 'gates')}; on words neither is sure to help ({choice})"],
+        ['a decoder from transformers', 'gates if you have minutes, else *gradient*',
+         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.2f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups ({pretrained})"],
+        ['an encoder', 'gates if you have minutes, else *output_difference*',
+         f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
+    rows = [
+        ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
+         f"it has saved {saved(a, 'leave_one_out')} of what random heads cost on characters, gates {saved(a, 'gates')}; "
+         f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there", choice],
+        ['', 'minutes', 'the same on characters; on words, heads that gates close in 2,400 earlier steps, then the weights of before (*rewound*)',
+         f"words: they save {saved(b, 'rewound')}", choice],
+        ['', 'hours to train', '*leave_one_out* (tried on characters)',
+         f"after 12,000 steps it is {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits per character better than gates", choice],
+        ['a decoder from transformers', 'seconds', '*gradient*',
+         f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
+        ['', 'minutes', 'gates', f"it loses {between(decoder('leave_one_out') - decoder('gates'))} nats less than with *leave_one_out*, the best score", pretrained],
+        ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
+         f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
+        ['an encoder', 'seconds', '*output_difference*',
+         f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
+        ['', 'minutes', 'gates', f"accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out* as a classifier; "
+         f"as an encoder cosine {encoder('gates').mean():.2f} and {encoder('leave_one_out').mean():.2f}", pretrained],
+        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference", pretrained]]
     return markdown(['my model', 'I have', 'use', 'because', 'see'], rows, text=5)
 
 BESIDE = dict(loc='center left', bbox_to_anchor=(1.02, .5), fontsize=8, frameon=False)
