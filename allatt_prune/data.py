@@ -30,7 +30,7 @@ class Streams:
                             f'need {batch*seg_len + 1}; give more text')
         ids = np.asarray(ids)
         # targets: one position later
-        self.x, self.y = (rearrange(ids[i:][:batch*length], '(b i) -> b i', b=batch) for i in (0, 1))
+        self.x, self.y = (rearrange(ids[i:][:batch*length], '(b length) -> b length', b=batch) for i in (0, 1))
         self.seg_len = seg_len
     def __len__(self): return self.x.shape[1] // self.seg_len
     def __getitem__(self, i) -> tuple: # ids and targets, both (b t), int64
@@ -52,7 +52,7 @@ class Corpus:
     test: np.ndarray
     vocab: list[str] # symbol of each id
     unit: str # char, word or raw
-    lost: float = 0. # share of the letters that became spaces
+    lost: float = 0. # share of the letters that `char` turned into spaces
     def __post_init__(self):
         self.hash = vocab_hash(self.unit, self.vocab)
         for split in SPLITS: setattr(self, split, _ids(getattr(self, split), self.hash))
@@ -67,6 +67,7 @@ class Corpus:
         return sum(self.vocab[i] == UNKNOWN[self.unit] for i in ids) / len(ids)
 
 # %% ../nbs/method/00_data.ipynb #ca295ec7
+#| code-fold: true
 def vocab_hash(unit: str, vocab: list[str]) -> str: # twelve hexadecimal digits
     "Hash of a unit and its symbols."
     return hashlib.sha256(json.dumps([unit, vocab]).encode()).hexdigest()[:12]

@@ -14,7 +14,7 @@ from .model import LM
 
 # %% ../nbs/method/07_timing.ipynb #0cb3e80e
 class Timing:
-    "Times of one job in ms, with median, quartiles and interquartile range (spread)."
+    "Times of one job in ms, or ratios of times, with median, quartiles and interquartile range (spread)."
     def __init__(self, ms: list[float]):
         low, self.median, high = np.percentile(ms, [25, 50, 75]).tolist()
         self.ms, self.quartiles, self.spread = ms, (low, high), high - low
@@ -25,8 +25,8 @@ def in_turns(
 ) -> list[Timing]:
     "Time several jobs in turns, each once per round."
     timers = [Timer('job()', globals=dict(job=job), num_threads=torch.get_num_threads()) for job in jobs]
-    for t in timers: t.timeit(warmup)
-    rounds = [[t.timeit(1).median * 1e3 for t in timers] for _ in range(repeats)]
+    for timer in timers: timer.timeit(warmup)
+    rounds = [[timer.timeit(1).median * 1e3 for timer in timers] for _ in range(repeats)]
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
 # %% ../nbs/method/07_timing.ipynb #fe37bedc

@@ -72,7 +72,7 @@ class TrainState:
     text_loss: Callable = LM.__call__ # model, x, y (b t), mems, z -> nats, mems (+ a loss to record)
     rank: int = 0 # number of this process, for its dropout
     step: int = 0 # number of steps done
-    mems: Tensor|None = None # memory of the streams (l b s c)
+    mems: Tensor|None = None # memory of the streams (l b s-t c)
     loss: float = math.nan # of the last step, nats per token
     grad_norm: float = math.nan # of the last step, before clipping
     lr: float = math.nan # of the last step

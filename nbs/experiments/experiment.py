@@ -164,7 +164,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
          f"on characters, after 1,500 steps, it has saved {share(a, 'leave_one_out')} of what random heads cost, gates {share(a, 'gates')}; on words neither is sure to help ({choice})"],
         ['a decoder from transformers', 'gates if you have minutes, else *gradient*',
-         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.2f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups ({pretrained})"],
+         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}, but in {parts['score-leave_one_out']['seconds'] / 60:.0f} minutes; {pretrained})"],
         ['an encoder', 'gates if you have minutes, else *output_difference*',
          f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
     rows = [
