@@ -19,6 +19,7 @@ from .hf_heads import (check, check_once, masked, outputs, plain, remove_heads, 
 from .hf_models import KINDS, PRUNED, add_architecture, layers, units_of, weight_rows
 from .importance import ADAPTERS, keep_mask, replaced, seeded
 from .model import wide
+from .progress import bar, shown
 from .targets import Target, TargetGates
 from .training import evaluating
 
@@ -113,7 +114,7 @@ class HFHeads:
             return _losses(self.model, x)
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
-        for x in self.read():
+        for x in bar(self.read(), 'batches'):
             own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x[self.main]))
             yield *self.measured(x, own.repeat_interleave(self.rows(x) // own.shape[1], 1)), own
     @torch.no_grad()
@@ -139,7 +140,7 @@ class HFHeads:
         data, found = self.read(), {}
         order = [*np.ndindex(len(data), *z.shape)][::-1]       # from the top: fewer and fewer are kept
         with evaluating(self.model):
-            for k, i, j in tqdm(order, desc='leave_one_out', disable=None):
+            for k, i, j in bar(order, 'leave_one_out'):
                 if (i + 1, j + 1) == z.shape: below = self.below(data[k], z)
                 below, less = dict(islice(below.items(), i)), z.clone()
                 less[i, j] = 0
@@ -152,7 +153,7 @@ class HFHeads:
         return units_of(model or self.model, self.units, self.shape[1])
     @torch.no_grad()
     def watch(self, z, hook): # read all batches; hook: of batch and units -> handle
-        for x in self.read():
+        for x in bar(self.read(), 'batches'):
             with ExitStack() as hooks:
                 for units in self.parts(): hooks.enter_context(hook(x, units)) # before the mask
                 hooks.enter_context(masked(self.model, z, self.units))
@@ -196,7 +197,7 @@ def train_gates(
     patience: int = 50, # stop after so many steps without a change of the choice
     lr: float = .08, # of the gates
     loss: Callable|None = None, # of model and batch -> (); None: task loss, or distance to whole
-    seed: int = 0
+    seed: int = 0, progress: bool = True # show a bar
 ) -> TargetGates: # frozen
     "Train gates that choose the units to remove. The weights do not change."
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
@@ -213,8 +214,8 @@ def train_gates(
     penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(device)
     optimizer = torch.optim.Adam(gates.parameters(), lr, betas=(.9, .99))
     same, slopes = 0, 0.
-    with evaluating(heads.model), seeded(seed):
-        for step in trange(steps, desc='gates', disable=None):
+    with evaluating(heads.model), seeded(seed), shown(progress), bar(range(steps), 'gates') as turns:
+        for step in turns:
             x = data[step % len(data)]
             z = torch.stack([gates() for _ in range(heads.rows(x))], 1) # one draw per row
             losses, n = heads.measured(x, z)
@@ -224,6 +225,7 @@ def train_gates(
             gates.log_alpha.grad = slope + torch.autograd.grad(penalty(gates, step), gates.log_alpha)[0]
             optimizer.step()
             slopes += slope.abs().sum()
+            turns.set_postfix_str(f'{task.item():.3f} nats', refresh=False)
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup: break

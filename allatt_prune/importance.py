@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np, torch
 from einops import rearrange, reduce
 from torch import nn, Tensor
-from tqdm import tqdm
 from .config import LMConfig
 from .data import Streams
 from .engine.fused import weights
 from .model import LM
+from .progress import bar, shown
 from .remove import per_head, remove_heads, unwrapped
 from .training import check_ids, evaluate, evaluating
 
@@ -57,11 +57,11 @@ class LMHeads:
     def losses(self, z): # yields (n) summed losses, (n) label counts, (l n h) multipliers, per piece
         ids, mems, device = check_ids(self.model, self.ids), None, self.model.pos.device
         if z is not None: z = rearrange(z, 'l h -> l 1 h')
-        for x, y in Streams(ids, self.batch, self.model.cfg.seg_len):
+        for x, y in bar(Streams(ids, self.batch, self.model.cfg.seg_len), 'score'):
             loss, mems = self.model(x.to(device), y.to(device), mems, None if z is None else z[:, 0])
             yield loss[None] * y.numel(), torch.tensor([y.numel()]), z
     def mean_loss(self, z): # nats per token
-        return float(evaluate(self.model, self.ids, z, self.batch))
+        return float(evaluate(self.model, self.ids, z, self.batch, progress=False))
     def watch(self, look, z): # look(layer, inputs of `attend`, (b h t d) head outputs)
         def attend(i, run, *args, **kwargs):
             look(i, args, out := run(*args, **kwargs))
@@ -173,7 +173,7 @@ def leave_one_out(heads, z): # -> (l h), in units of the loss
     "Rise of the loss without each head."
     if hasattr(heads, 'without_each'): return heads.without_each(z) - heads.mean_loss(z)
     losses = torch.zeros(z.shape)
-    for i, j in tqdm([*np.ndindex(*z.shape)], desc='leave_one_out', disable=None):
+    for i, j in bar([*np.ndindex(*z.shape)], 'leave_one_out'):
         less = z.clone()
         less[i, j] = 0
         losses[i, j] = heads.mean_loss(less)
@@ -214,7 +214,8 @@ def score(
     method: str|Callable, # key of METHODS, or a function of an adapter and z (l h)
     *, z: Tensor|None = None, # (l h) head multipliers; None: all 1
     batch: int = 8, # streams of an `LM`
-    seed: int = 0 # of random
+    seed: int = 0, # of random
+    progress: bool = True # show a bar
 ) -> Tensor: # (l h), higher is more important; -inf for closed heads
     "Importance of each head. Only random and magnitude do not read the data."
     heads = heads_of(model, data, batch)
@@ -222,7 +223,7 @@ def score(
     z = per_head(z, 'z', heads.shape).float()
     if not callable(method) and method not in METHODS:
         raise ValueError(f'method={method}: unknown; give one of {", ".join(METHODS)}')
-    with seeded(seed), evaluating(heads.model):
+    with seeded(seed), evaluating(heads.model), shown(progress):
         f = method if callable(method) else METHODS[method]
         found = per_head(f(heads, z.to(next(heads.model.parameters()).device)), 'scores', heads.shape)
     if found.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')

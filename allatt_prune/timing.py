@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from .model import LM
+from .progress import bar
 
 # %% ../nbs/method/07_timing.ipynb #0cb3e80e
 class Timing:
@@ -26,7 +27,7 @@ def in_turns(
     "Time several jobs in turns, each once per round."
     timers = [Timer('job()', globals=dict(job=job), num_threads=torch.get_num_threads()) for job in jobs]
     for timer in timers: timer.timeit(warmup)
-    rounds = [[timer.timeit(1).median * 1e3 for timer in timers] for _ in range(repeats)]
+    rounds = [[timer.timeit(1).median * 1e3 for timer in timers] for _ in bar(range(repeats), 'timing')]
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
 # %% ../nbs/method/07_timing.ipynb #fe37bedc

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['train_steps', 'TrainState', 'lr_at', 'make_optimizers', 'l0_penalty', 'set_seed', 'multipliers', 'clip_gradients',
-           'diverged', 'same_modes', 'check_vocab', 'record', 'train', 'Score', 'evaluating', 'check_ids', 'evaluate']
+           'diverged', 'same_modes', 'check_vocab', 'record', 'told', 'train', 'Score', 'evaluating', 'check_ids',
+           'evaluate']
 
 # %% ../nbs/method/04_train.ipynb #40bde7f0
 import hashlib, math
@@ -17,6 +18,7 @@ from torch import nn, Tensor
 from .data import Corpus, DataError, Streams
 from .gates import lambda_at
 from .model import LM
+from .progress import bar, shown
 from .config import Recipe
 
 # %% ../nbs/method/04_train.ipynb #c577c73d
@@ -164,16 +166,26 @@ def record(state: TrainState) -> dict: # ready for JSON
         rec['open_prob'] = [[round(x, 4) for x in row] for row in state.gates.open_prob().tolist()]
     return rec
 
+def told(state: TrainState) -> str: # beside a progress bar
+    "Loss of the last step and number of open heads."
+    if state.gates is None: return f'{state.loss:.3f} nats'
+    return f'{state.loss:.3f} nats, {state.gates.open_mask().sum()} heads open'
+
 def train(
     model: LM, corpus: Corpus, recipe: Recipe, gates: nn.Module|None = None, # as for `train_steps`
     *, lr: Callable|float|None = None, penalty: Callable|None = None, # as for `train_steps`
-    start: int = 0, text_loss: Callable = LM.__call__ # as for `TrainState`
+    start: int = 0, text_loss: Callable = LM.__call__, # as for `TrainState`
+    progress: bool = True # show a bar
 ) -> list[dict]: # one record per recipe.log_every steps, and the last
     "Train a model in place and return its records."
     r = recipe if gates is None else recipe.pruning()
     state = TrainState.new(model, corpus, r, gates, start=start, text_loss=text_loss)
-    return [record(state) for state in train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=state)
-            if state.step % r.log_every == 0 or state.step == r.steps]
+    records, steps = [], train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=state)
+    with shown(progress), bar(steps, 'training' if gates is None else 'training with gates', r.steps) as steps:
+        for state in steps:
+            steps.set_postfix_str(told(state), refresh=False)
+            if state.step % r.log_every == 0 or state.step == r.steps: records.append(record(state))
+    return records
 
 # %% ../nbs/method/04_train.ipynb #b139c3d9
 class Score(float):
@@ -212,7 +224,8 @@ def evaluate(
     ids, # token ids, 1-D integers; all but the first are predicted
     z: Tensor|None = None, # head multipliers (l h); None: all 1
     batch: int = 1, # streams; more is faster, but each starts without memory
-    after: Callable|None = None # called after every segment with its number of symbols
+    after: Callable|None = None, # called after every segment with its number of symbols
+    progress: bool = True # show a bar
 ) -> Score: # nats per token
     "Mean negative log-likelihood of a text."
     if batch < 1: raise ValueError(f'batch={batch}: give 1 or more')
@@ -223,8 +236,8 @@ def evaluate(
     x, y = (rearrange(a, '(b n) -> b n', b=b) for a in (x, y))
     step = max(512, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
     total, mems, device = 0., None, model.pos.device
-    with evaluating(model):
-        for i in range(0, x.shape[1], step):
+    with evaluating(model), shown(progress):
+        for i in bar(range(0, x.shape[1], step), 'evaluation'):
             part, targets = x[:, i:i+step], y[:, i:i+step]
             loss, mems = model(part.to(device), targets.to(device), mems, z)
             if m := int((targets != -100).sum()): total += loss.item() * m # not all devices have float64

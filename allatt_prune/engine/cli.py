@@ -80,8 +80,7 @@ def _train(args): # run, train and prune
 def _evaluate(args):
     model, z, text = _open(args, 'pruned', 'baseline')
     ids = getattr(text, args.split)[:args.tokens or None]
-    with engine.processes.Progress('evaluation', len(ids)) as bar:
-        loss = allatt_prune.evaluate(model, ids, z, args.batch, after=bar.update)
+    loss = allatt_prune.evaluate(model, ids, z, args.batch)
     print(f'{args.split} of {Path(text.name).name}: {loss:.4f} nats, {loss.bits:.4f} bits, perplexity '
           f'{loss.perplexity:.2f} over {len(ids) - 1:,} tokens, {text.unknown(ids[1:]):.1%} unknown')
 

@@ -17,8 +17,8 @@ from ..config import Recipe
 from ..cost import count_macs, count_params
 from ..data import Corpus
 from ..model import LM
-from .processes import Progress
 from .resume import read_log, write_metrics
+from ..progress import bar
 from ..timing import in_turns, segment_job
 from ..training import evaluate
 
@@ -36,9 +36,9 @@ def measure(
     text = torch.from_numpy(np.resize(corpus.train[:shape[0]*shape[1]], shape).astype(np.int64))
     times = in_turns([segment_job(m, text[:, :-1], z, text[:, -cfg.seg_len:]) for m, z in zip(nets, zs)])
     splits = [ids[:eval_tokens or None] for ids in (corpus.valid, corpus.test)]
-    with Progress('evaluation', len(nets) * sum(map(len, splits))) as bar:
+    with bar(None, 'evaluation', len(nets) * sum(map(len, splits))) as read:
         for name, m, z, t in zip(names, nets, zs, times):
-            valid, test = (evaluate(m, ids, z, after=bar.update).as_usual(unit) for ids in splits)
+            valid, test = (evaluate(m, ids, z, after=read.update, progress=False).as_usual(unit) for ids in splits)
             heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
             size, macs = count_params(m), round(count_macs(m, batch)['total'])
             rows.append(dict(model=name, heads=heads, of=cfg.n_layer*cfg.n_head, blocks=size['blocks'],

@@ -17,9 +17,10 @@ from torch import nn
 from ..config import Recipe
 from ..data import Corpus, DataError
 from . import checkpoint
-from .processes import Processes, Progress, Signals, Stopped
+from .processes import Processes, Signals, Stopped
 from ..model import LM
-from ..training import TrainState, evaluate, record, train_steps
+from ..progress import bar, shown
+from ..training import TrainState, evaluate, record, told, train_steps
 
 # %% ../../nbs/engine/05_resume.ipynb #3dbdb018
 def read_log(run_dir: str|Path) -> dict: # records of all phases; training seconds by phase
@@ -151,9 +152,9 @@ def train_run(
             if came: raise Stopped(came)
         if s.step: look(resumed=True)                          # if a signal had ended the validation
         steps = train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s)
-        bar = Progress(phase, r.steps, s.step, steps, show=world.rank == 0)
-        for s in bar:
-            if after: after(s)
-            look()
-            bar.set_postfix_str(f'{s.loss:.3f} nats', refresh=False)
+        with shown(world.rank == 0), bar(steps, phase, r.steps, s.step) as steps:
+            for s in steps:
+                if after: after(s)
+                look()
+                steps.set_postfix_str(told(s), refresh=False)
     return [rec for rec in log['records'] if rec['phase'] == phase]

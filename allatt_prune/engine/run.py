@@ -16,12 +16,12 @@ from torch import nn
 from . import checkpoint
 from .corpora import load_corpus
 from ..config import Recipe
-from ..data import Corpus, DataError, Streams
+from ..data import LOG, Corpus, DataError, Streams
 from ..distill import Distill
 from ..model import LM
 from ..remove import remove_heads
 from .report import measure, write_report
-from .processes import LOG, Processes
+from .processes import Processes
 from .resume import same_recipe, text_id, train_run
 from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
@@ -177,7 +177,8 @@ def run(
     *, resume: bool = False, # continue the run in `run_dir`
     models: tuple = MODELS, # models to make
     baseline: str|Path|None = None, # folder of a trained baseline; None: train one
-    way: Callable = way # recipe -> `Way` of choosing heads
+    way: Callable = way, # recipe -> `Way` of choosing heads
+    progress: bool = True # show bars
 ) -> list[dict]: # rows of the table, from `report.measure`
     "Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal."
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
@@ -187,8 +188,9 @@ def run(
     if resume:
         same_recipe(stored_recipe(run_dir), recipe, run_dir)
         baseline = run_dir/'baseline' if (run_dir/'baseline').exists() else None
-    if baseline: text = text_for(baseline, recipe.corpus, cache)
-    else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
+    with shown(progress):
+        if baseline: text = text_for(baseline, recipe.corpus, cache)
+        else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
     if recipe.unit not in ('', text.unit):
         raise ValueError(f'unit={recipe.unit}: the model was made with {text.unit}; leave it out')
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
@@ -200,7 +202,7 @@ def run(
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
     if resume and (rows := _finished(run_dir, models)): return rows # it is only read: no lock
-    with contextlib.nullcontext() if world.rank else _lock(run_dir):
+    with shown(progress), contextlib.nullcontext() if world.rank else _lock(run_dir):
         if world.rank == 0:
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # the report is rewritten

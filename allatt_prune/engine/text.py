@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 import numpy as np
 from ..data import LOG, UNKNOWN, Corpus, DataError
+from ..progress import bar
 
 # %% ../../nbs/engine/02_text.ipynb #12e0299a
 _digits = dict(zip('0123456789', 'zero one two three four five six seven eight nine'.split()))
@@ -59,7 +60,7 @@ def from_texts(
     number, ids, ends = defaultdict(itertools.count().__next__), array('q'), []
     letters = np.zeros(2, int)
     for texts in parts:
-        for symbols in _symbols(texts, unit, letters): ids.extend(map(number.__getitem__, symbols))
+        for symbols in bar(_symbols(texts, unit, letters), 'reading'): ids.extend(map(number.__getitem__, symbols))
         ends.append(len(ids))
     # one text is cut at 90 % and 95 %
     if len(ends) == 1: ends = [round(.9 * len(ids)), round(.95 * len(ids))]
