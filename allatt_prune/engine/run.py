@@ -19,6 +19,7 @@ from ..config import Recipe
 from ..data import LOG, Corpus, DataError, Streams
 from ..distill import Distill
 from ..model import LM
+from ..progress import shown
 from ..remove import remove_heads
 from .report import measure, write_report
 from .processes import Processes
