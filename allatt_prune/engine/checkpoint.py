@@ -45,7 +45,7 @@ def write_file(path: str|Path, data: bytes): # a symbolic link is replaced, not 
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #da5ee3c5
 # one dot, no separator: a name in a stranger's manifest cannot lead out of its folder
-_NAME = re.compile('[A-Za-z0-9_-]+[.](json|jsonl|md|npy|safetensors)')
+_NAME = re.compile('[A-Za-z0-9_-]+[.](json|jsonl|md|npy|png|safetensors)')
 
 def seal(folder: str|Path, files: list[str]): # file names in the folder
     "Force files to disk, then write the manifest with their hashes."

@@ -16,7 +16,6 @@ import allatt_prune
 from .. import engine
 from ..config import RECIPES, SETTINGS, LMConfig, Recipe, adjusted, checked, get_recipe
 from ..data import DataError, Streams
-from .text import normalize, symbol_ids
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e1
 def _plain(text, allowed='\n'): # control characters are escaped
@@ -73,7 +72,7 @@ def _train(args): # run, train and prune
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # only the first process prints
-    told = report.summary(rows), report.table(rows), report.LEGEND, f'report: {run_dir}/report.md'
+    told = report.summary(rows), report.table(rows), report.LEGEND, f'report: {run_dir}/report.md, figure: {run_dir}/report.png'
     print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
@@ -98,17 +97,8 @@ def _score(args):
           f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove')
 
 def _sample(args):
-    import torch
     model, z, _ = _open(args, 'pruned', 'baseline')
-    if not model.vocab: raise DataError(f'model={args.model}: saved without vocab, its vocabulary')
-    unit, symbols = model.vocab['unit'], model.vocab['symbols']
-    prompt = normalize(args.prompt) if unit == 'char' else args.prompt
-    pieces = prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt)
-    ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=model.pos.device)
-    torch.manual_seed(args.seed)
-    written = model.generate(ids, args.n, args.temperature, z, args.top_k)[0]
-    text = (' ' if unit == 'word' else '').join(symbols[i] for i in written)
-    print(_plain(text.replace('<eos>', '\n')))
+    print(_plain(model.write(args.prompt, args.n, args.temperature, z, args.top_k, args.seed)))
 
 def _time(args):
     import torch

@@ -9,7 +9,10 @@ __all__ = ['read']
 import math, torch
 from fastcore.basics import patch
 from torch import Tensor
+from ..data import DataError
+from .text import normalize, symbol_ids
 from ..model import AllAttention, LM
+from ..training import evaluating
 
 # %% ../../nbs/engine/06_generate.ipynb #b5d1a0c2
 def read(
@@ -58,3 +61,22 @@ def generate(self: LM,
         if temperature: new = ((last - best) / temperature).softmax(-1).multinomial(1)
         parts.append(new)
     return torch.cat(parts, 1)
+
+# %% ../../nbs/engine/06_generate.ipynb #6de41379
+@patch
+def write(self: LM,
+    prompt: str, # text to continue
+    n: int = 200, # symbols to add
+    temperature: float = .8, z: Tensor|None = None, top_k: int = 0, # as for `generate`
+    seed: int = 0 # of the draws
+) -> str: # prompt and continuation
+    "Continue a text. DataError if the vocabulary is unknown, or lacks a symbol of the prompt."
+    if not self.vocab: raise DataError('model: knows no vocabulary; train it on a corpus, or load one that does')
+    unit, symbols = self.vocab['unit'], self.vocab['symbols']
+    prompt = normalize(prompt) if unit == 'char' else prompt
+    pieces = prompt.replace('\n', ' <eos> ').split() if unit == 'word' else list(prompt)
+    ids = torch.tensor([symbol_ids(pieces, symbols, unit, 'prompt')], device=self.pos.device)
+    with evaluating(self), torch.random.fork_rng([self.pos.device] if self.pos.is_cuda else []):
+        torch.manual_seed(seed)
+        written = self.generate(ids, n, temperature, z, top_k)[0]
+    return (' ' if unit == 'word' else '').join(symbols[i] for i in written).replace('<eos>', '\n')

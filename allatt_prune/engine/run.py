@@ -21,7 +21,7 @@ from ..distill import Distill
 from ..model import LM
 from ..progress import shown
 from ..remove import remove_heads
-from .report import measure, write_report
+from .report import Result, measure, samples, write_report
 from .processes import Processes
 from .resume import same_recipe, text_id, train_run
 from ..gates import HeadGates
@@ -180,7 +180,7 @@ def run(
     baseline: str|Path|None = None, # folder of a trained baseline; None: train one
     way: Callable = way, # recipe -> `Way` of choosing heads
     progress: bool = True # show bars
-) -> list[dict]: # rows of the table, from `report.measure`
+) -> Result: # rows of the table; a notebook shows the report
     "Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal."
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
@@ -202,14 +202,14 @@ def run(
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
-    if resume and (rows := _finished(run_dir, models)): return rows # it is only read: no lock
+    if resume and (rows := _finished(run_dir, models)): return Result(rows, run_dir) # no lock
     with shown(progress), contextlib.nullcontext() if world.rank else _lock(run_dir):
         if world.rank == 0:
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # the report is rewritten
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
-        if world.rank: return []
+        if world.rank: return Result([], run_dir)
         nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
         rows = measure(nets, text, recipe.batch, recipe.eval_tokens)
-        write_report(run_dir, rows, recipe, text, device, keep)
-        return rows
+        write_report(run_dir, rows, recipe, text, device, keep, samples(found, text))
+        return Result(rows, run_dir)
