@@ -6,7 +6,7 @@
 __all__ = ['LOG', 'NOTEBOOK', 'Lines', 'shown', 'bar']
 
 # %% ../nbs/engine/00_progress.ipynb #c0a1b203
-import logging, sys, time
+import logging, sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from tqdm import tqdm as Bar
@@ -18,9 +18,11 @@ NOTEBOOK = any('notebook' in c.__module__ for c in tqdm.__mro__)
 
 class Lines(Bar):
     "Progress as lines: the first after 5 seconds, then one every 30."
+    due = 0 # time of the next line
     def display(self, msg=None, pos=None):
-        if msg is not None or time.time() - self.start_t < 5: return
-        self.mininterval = self.maxinterval = 30
+        now = self._time()
+        if msg is not None or now < max(self.due, self.start_t + 5): return
+        self.due = now + 30
         if LOG.isEnabledFor(logging.INFO): LOG.info(str(self))
         else: print(self, file=sys.stderr, flush=True)
 
