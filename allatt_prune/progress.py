@@ -6,7 +6,7 @@
 __all__ = ['LOG', 'NOTEBOOK', 'Lines', 'shown', 'bar']
 
 # %% ../nbs/engine/00_progress.ipynb #c0a1b203
-import logging, sys
+import logging, os, sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from tqdm import tqdm as Bar
@@ -41,8 +41,8 @@ def bar(
     initial: int = 0, show: bool = True # steps done before; False: silent
 ):
     "Go through `steps` and show how far it is. Without `steps`, call `update`."
-    how = dict(desc=name, total=total, initial=initial, leave=False)
-    if not (show and _shown.get()): how['disable'] = True      # else TQDM_DISABLE decides
+    silent = not (show and _shown.get()) or 'TQDM_DISABLE' in os.environ
+    how = dict(desc=name, total=total, initial=initial, leave=False, disable=silent)
     if NOTEBOOK or sys.stderr.isatty(): return tqdm(steps, delay=1, **how)
     form = '{desc}: {n_fmt} of {total_fmt}{postfix}, about {remaining} left'
     return Lines(steps, delay=5, mininterval=5, maxinterval=5, bar_format=form, **how)

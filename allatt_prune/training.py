@@ -210,6 +210,7 @@ def evaluating(model: nn.Module):
 
 def check_ids(model: LM, ids) -> np.ndarray: # a text as for `evaluate` -> the same, on the host
     "Refuse ids that are not a row of integers, or not of the model's vocabulary."
+    if isinstance(ids, Corpus): raise ValueError('text=Corpus: give one of its splits, like corpus.test')
     check_vocab(model, ids)
     ids = np.asarray(ids.cpu() if torch.is_tensor(ids) else ids)
     if ids.ndim != 1 or len(ids) < 2 or ids.dtype.kind not in 'iu':

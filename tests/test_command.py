@@ -169,7 +169,7 @@ def test_train_then_prune_then_run(folder):
 
 def test_a_model_that_comes_with_the_package(folder):
     score = done(folder, *SCORE, 'tiny-books')
-    assert score.stderr.startswith('evaluation: ') and score.stderr.count('\n') == 1
+    assert score.stderr == ''                                  # a short job says nothing
     said = done(folder, 'prune', 'tiny-books', *SHORT, '--corpus', 'own.txt', '--lam', '5', '--control', '--run-dir', 'x')
     names = ['baseline', 'gated', 'pruned', 'control']
     assert [row[0] for row in rows(said.stdout)] == names

@@ -251,15 +251,15 @@ def test_a_text_that_changes_while_it_is_read(home, monkeypatch):
 # ---- files and folders of one's own
 
 BAD = [ # what is there, the corpus that is asked for, what the message must say
-    ({'a.txt': TEXT.encode() + b'caf\xe9'}, 'a.txt', 'cannot be read as UTF-8'),
+    ({'a.txt': TEXT.encode() + b'caf\xe9'}, 'a.txt', 'Latin-1: iconv -f LATIN1 -t UTF-8'),
     ({'a.txt': b'\xff\xfea\0b\0'}, 'a.txt', 'cannot be read as UTF-8'),
     ({}, 'none', 'corpus=none: no such file or folder of .txt or .md files, nor one of pydocs, wikitext-103'),
-    ({'d/e': TEXT}, 'd', 'corpus=d: no such file or folder of .txt'),
+    ({'d/e': TEXT}, 'd', 'unit raw also reads a folder of code'),
     ({'d/train.txt': TEXT, 'd/test.txt': TEXT}, 'd', 'no valid.txt'),
     ({'a.txt.xz': lzma.compress(TEXT.encode())[:-9]}, 'a.txt.xz', 'cannot be read'),
-    ({'a.txt': TEXT.encode('utf-16')}, 'a.txt', 'give UTF-8'),
+    ({'a.txt': TEXT.encode('utf-16')}, 'a.txt', 'this is UTF-16: iconv -f UTF-16 -t UTF-8'),
     ({'a.txt': TEXT.encode('utf-16-le')}, 'a.txt', 'NUL'),                                     # no byte order mark: valid UTF-8
-    ({'a.txt.gz': gzip.compress(TEXT.encode())}, 'a.txt.gz', 'a.txt.gz: cannot be read as UTF-8'),
+    ({'a.txt.gz': gzip.compress(TEXT.encode())}, 'a.txt.gz', 'give UTF-8, unpacked; this is gzip'),
     ({'d/a.txt': TEXT, 'd/b.txt': b'a\0b'}, 'd', 'b.txt: cannot be read'),
     ({'a.txt': ''}, 'a.txt', "'train': 0, 'valid': 0, 'test': 0"),
     ({'a.txt': 'abcdefghij' * 2}, 'a.txt', "'train': 18, 'valid': 1, 'test': 1"),

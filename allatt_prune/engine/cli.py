@@ -72,7 +72,7 @@ def _train(args): # run, train and prune
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # only the first process prints
-    told = report.summary(rows), report.table(rows), report.LEGEND, f'report: {run_dir}/report.md, figure: {run_dir}/report.png'
+    told = report.summary(rows), report.table(rows), report.LEGEND, f'figure: {run_dir}/report.png\nreport: {run_dir}/report.md'
     print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
@@ -136,12 +136,12 @@ def _option(p, name, usual, help, choices=None): # usual: a default, or a type i
         _option(p, 'heads', int, 'heads to keep, instead of a sparsity')
     p.add_argument('--' + name.replace('_', '-'), help=help, **how)
 
-def _settings(groups, names): # an option per recipe field, explained if it is in a group
+def _settings(groups, names, usual): # an option per recipe field, explained if it is in a group
     docs = docments(Recipe) | docments(LMConfig)
     kinds = {bool: boolean, list: integers, float|None: float}
     for f in (f for f in fields(Recipe) if f.name in names):
-        help = docs[f.name].partition(';')[0] # a model to prune has values of its own
-        if 'n_layer' in names: help += f" (tiny: {getattr(RECIPES['tiny'], f.name)!r})"
+        help = docs[f.name].partition(';')[0]
+        if usual: help += f' ({usual[0]}: {getattr(usual[1], f.name)!r})'
         if f.name not in SHOWN: help = argparse.SUPPRESS
         choices = ['nothing', 'least_squares'] if f.name == 'repair' else None # older recipes know another
         _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help, choices)
@@ -149,7 +149,8 @@ def _settings(groups, names): # an option per recipe field, explained if it is i
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e5
 _MODEL = dict(model=(str, 'model name, model folder or run folder'))
 _TEXT = _MODEL | dict(corpus=(str, 'name, file or folder (default: the text of the run, or pydocs)'))
-_RECIPE = dict(recipe=(str, ', '.join(RECIPES) + ' (default: tiny)'))
+_RECIPE = dict(recipe=(str, 'tiny (minutes), tiny-books, tiny-books-word, best (hours), text8, wt103 '
+                            '(a GPU); default: tiny'))
 _RUN = dict(run_dir=(str, 'new folder (default: runs/RECIPE, or runs/pruned)'),
             resume=(False, 'resume the run in --run-dir'))
 COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~/.cache)'),
@@ -157,7 +158,7 @@ COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~
 COMMANDS = dict( # function, help, example, own options, recipe fields among the options
     run=(_train, 'train, prune, evaluate and time', 'tiny --lam 0.2 --seed 1', _RECIPE | _RUN, SETTINGS),
     train=(_train, 'train a baseline', 'text8 --batch 16', _RECIPE | _RUN, SETTINGS),
-    prune=(_train, 'remove heads from a trained model, fine-tune', 'tiny-books --sparsity 0.4', dict(
+    prune=(_train, 'remove heads from a trained model, fine-tune', 'tiny-books --sparsity 0.4 --prune-steps 150', dict(
         **_MODEL, **_RUN, recipe=(str, 'recipe to start from (default: the recipe of the model)'),
         control=(False, 'also train the control: all heads, as many steps')), {*SETTINGS} - GIVEN),
     evaluate=(_evaluate, 'evaluate a model on a text', 'runs/tiny --split test', dict(
@@ -186,7 +187,7 @@ class Parser(argparse.ArgumentParser):
     "Argument parser that reports an error in one line."
     def error(self, message): _fail(f'error: {message}', 2)
 
-def _command(jobs, name, job, does, example, options, settings):
+def _command(jobs, usual, name, job, does, example, options, settings):
     (first, (_, about)), *others = options.items()             # the first option is positional
     more = [f for f in SETTINGS if f in settings and f not in SHOWN]
     p = jobs.add_parser(name, help=does, description=f'example: allatt-prune {name} {example}',
@@ -197,15 +198,16 @@ def _command(jobs, name, job, does, example, options, settings):
     optional = '?' if settings else None
     groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs=optional)
     for option, spec in [*others, *COMMON.items()]: _option(groups['output'], option, *spec)
-    _settings(groups, settings)
+    # a model to prune has values of its own
+    _settings(groups, settings, usual or ('tiny', RECIPES['tiny']) if 'n_layer' in settings or usual else None)
     p.set_defaults(job=job)
 
-def parser() -> Parser:
+def parser(usual: tuple[str, Recipe]|None = None) -> Parser: # a name, and the values that help shows for it
     "Build the parser of all subcommands."
     p = Parser(prog='allatt-prune', description='Find and remove attention heads that a model can spare')
     p.add_argument('--version', action='version', version=f'%(prog)s {allatt_prune.__version__}')
     jobs = p.add_subparsers(dest='command', required=True, metavar='command')
-    for name, spec in COMMANDS.items(): _command(jobs, name, *spec)
+    for name, spec in COMMANDS.items(): _command(jobs, usual, name, *spec)
     return p
 
 # %% ../../nbs/engine/09_cli.ipynb #1590acf3
@@ -216,10 +218,17 @@ def _own_process(): # warnings in one line; ? for characters the terminal lacks
     logging.basicConfig(format='%(message)s')
     logging.getLogger('allatt_prune').setLevel(logging.INFO)
 
+def _shown(words): # `prune MODEL --help` shows the values of that model
+    if words[:1] != ['prune'] or not {'-h', '--help'} & {*words} or words[1].startswith('-'): return None
+    with suppress(OSError):
+        folder = _find(argparse.Namespace(model=words[1]), 'baseline')
+        return words[1], engine.run.stored_recipe(folder)
+
 def main(argv: list[str]|None = None): # None: the arguments of the process
     "Run the command `allatt-prune`."
     if argv is None: _own_process()
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser(_shown(words)).parse_args(words)
     args.settings = {f: x for f, x in vars(args).items() if f in SETTINGS and x is not None}
     try:
         for name, x in vars(args).items():

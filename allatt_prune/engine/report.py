@@ -126,7 +126,7 @@ def figure(records: list[dict], keep: list|None = None): # of `read_log`; kept h
         start = 0 if phase == 'baseline' else first
         axes['loss'].plot([start + r['step'] for r in rs], [r['loss'] for r in rs], lw=1, label=phase)
     axes['loss'].set(title='loss, nats per token', xlabel='step')
-    axes['loss'].legend(frameon=False, fontsize=8)
+    if by: axes['loss'].legend(frameon=False, fontsize=8)
     if gated:
         probs = np.array([r['open_prob'] for r in gated])      # (records l h)
         stay = np.array(keep, bool) if keep else probs[-1] >= .5
