@@ -148,7 +148,8 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
         said = done(folder, *OWN, '--run-dir', name).stdout
         assert said.startswith('Pruned ') and said.endswith(f'report: {name}/report.md\n')
     heads, told = [sum(layer) for layer in report(folder, 'a')['keep']], (folder/'a'/'report.md').read_text()
-    assert f'heads of each layer {heads}; tokens scored 155 of validation and 155 of test text' in told # of 156 each
+    assert f'heads of each layer {heads}; tokens ' in told
+    assert 'to train on; scored 155 of validation and 155 of test text' in told # of 156 each
     for f in [*(f'{m}/model.safetensors' for m in ('baseline', 'control', 'gated', 'pruned')), 'metrics.jsonl']:
         assert (folder/'a'/f).read_bytes() == (folder/'b'/f).read_bytes()
     before = state(folder)
@@ -173,7 +174,8 @@ def test_a_model_that_comes_with_the_package(folder):
     said = done(folder, 'prune', 'tiny-books', *SHORT, '--corpus', 'own.txt', '--lam', '5', '--control', '--run-dir', 'x')
     names = ['baseline', 'gated', 'pruned', 'control']
     assert [row[0] for row in rows(said.stdout)] == names
-    assert [line.split(':')[0] for line in said.stderr.splitlines()] == ['corpus=own.txt', 'gated', 'control', 'evaluation']
+    first, *more = [line.split(':')[0] for line in said.stderr.splitlines()] # short jobs say nothing
+    assert first == 'corpus=own.txt' and {*more} <= {'gated', 'control', 'timing', 'evaluation'}
     assert done(folder, 'evaluate', 'x/baseline', '--corpus', 'own.txt').stdout == score.stdout
     shutil.copytree(folder/'good', folder/'tiny-books') # a folder of that name comes first
     assert done(folder, *SCORE, 'tiny-books').stdout == done(folder, *SCORE, 'good').stdout != score.stdout
