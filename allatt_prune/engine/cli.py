@@ -6,7 +6,7 @@
 __all__ = ['GROUPS', 'SHOWN', 'SHAPE', 'GIVEN', 'COMMON', 'COMMANDS', 'boolean', 'integers', 'Parser', 'parser', 'main']
 
 # %% ../../nbs/engine/09_cli.ipynb #78990def
-import argparse, logging, os, signal, sys, warnings
+import argparse, json, logging, os, signal, sys, warnings
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -218,11 +218,12 @@ def _own_process(): # warnings in one line; ? for characters the terminal lacks
     logging.basicConfig(format='%(message)s')
     logging.getLogger('allatt_prune').setLevel(logging.INFO)
 
-def _shown(words): # `prune MODEL --help` shows the values of that model
+def _shown(words): # `prune MODEL --help` shows the values of that model; read here, without torch
     if words[:1] != ['prune'] or not {'-h', '--help'} & {*words} or words[1].startswith('-'): return None
-    with suppress(OSError):
-        folder = _find(argparse.Namespace(model=words[1]), 'baseline')
-        return words[1], engine.run.stored_recipe(folder)
+    path, shipped = Path(words[1]), Path(allatt_prune.__file__).parent/'models'/words[1]
+    for folder in (path/'baseline', path, shipped):
+        with suppress(OSError, TypeError, ValueError):
+            return words[1], Recipe.stored(json.loads((folder/'recipe.json').read_bytes()))
 
 def main(argv: list[str]|None = None): # None: the arguments of the process
     "Run the command `allatt-prune`."
