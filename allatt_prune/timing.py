@@ -24,7 +24,7 @@ def in_turns(
     jobs: list[Callable[[], object]], # functions to time
     *, repeats: int = 21, warmup: int = 2 # rounds; warm-up runs of each job
 ) -> list[Timing]:
-    "Time several jobs in turns, each once per round."
+    "Time several jobs in turns, each once per round, after two untimed runs."
     timers = [Timer('job()', globals=dict(job=job), num_threads=torch.get_num_threads()) for job in jobs]
     for timer in timers: timer.timeit(warmup)
     rounds = [[timer.timeit(1).median * 1e3 for timer in timers] for _ in bar(range(repeats), 'timing')]
