@@ -107,8 +107,8 @@ class Result(list):
     def __repr__(self): return f'{summary(self)}\n\n{table(self)}\n\nreport: {self.run_dir}/report.md'
     def _ipython_display_(self):
         from IPython.display import Image, Markdown, display
-        before, after = (self.run_dir/'report.md').read_text(encoding='utf-8').split(PICTURE)
-        display(Markdown(before), Image(self.run_dir/'report.png'), Markdown(after))
+        before, there, after = (self.run_dir/'report.md').read_text(encoding='utf-8').partition(PICTURE)
+        display(Markdown(before), *([Image(self.run_dir/'report.png')] if there else []), Markdown(after))
 
 PICTURE = '![loss of each model, gates, and heads that stay](report.png)'
 
