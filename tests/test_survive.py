@@ -183,15 +183,17 @@ def test_only_one_works_in_a_folder(world):
 
 # ---- what people do to a run directory
 
-def edited(world, name, change): # a finished or unfinished run, changed by `change(folder)`, and resumed
+def edited(world, name, change, of='done'): # a finished run, or one that was stopped, changed by `change(folder)`, and resumed
     if not (world/'done').exists(): go('done')
-    shutil.copytree(world/'done', world/name)
+    if not (world/'stopped').exists(): # when the gates had been trained, but the model was not saved
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+            def crash(*_, **__): raise Crash
+            patch.setattr(running, 'remove_heads', crash)
+            go('stopped')
+        shutil.rmtree(world/'stopped'/'gated')
+    shutil.copytree(world/of, world/name)
     change(world/name)
     return go(name, resume=True)
-
-def unfinished(folder): # as if killed while the gates were trained
-    for f in ('gated', 'pruned'): shutil.rmtree(folder/f)
-    (folder/'report.json').unlink()
 
 def flipped(data, rng):
     bit = rng.randrange(8 * len(data))
@@ -199,7 +201,7 @@ def flipped(data, rng):
 
 @pytest.mark.parametrize('file', ('recipe.json', 'corpus.json'))
 def test_no_bit_of_a_run_s_beginning_can_change(world, file):
-    edited(world, f'flip-{file}', unfinished)                                           # finished again; nothing is trained below
+    edited(world, f'flip-{file}', lambda folder: None, 'stopped')                                      # finished again; nothing is trained below
     path, rng = world/f'flip-{file}'/file, random.Random(file)
     data = path.read_bytes()
     for _ in range(20):
@@ -214,8 +216,7 @@ def test_damaged_records_are_mended(world, what):
         lines = (folder/'metrics.jsonl').read_text().splitlines(keepends=True)
         wrong = lines[:-5] + lines[-4:] if what == 'lost' else ['rubbish\n', *lines]
         (folder/'metrics.jsonl').write_text(''.join(wrong))
-        if what != 'finished': unfinished(folder)
-    edited(world, f'records-{what}', damage)
+    edited(world, f'records-{what}', damage, 'done' if what == 'finished' else 'stopped')
     assert same(world/f'records-{what}', world/'done')
 
 def test_no_bit_of_a_record_of_a_finished_run_can_change(world):
@@ -244,14 +245,13 @@ def test_planted_links_are_not_followed(world):
     (world/'outside').mkdir()
     names = 'report.md', 'report.json', 'report.json.new', 'metrics.new', 'metrics.jsonl'
     def plant(folder):
-        unfinished(folder)
         for n in names:
             (world/'outside'/n).write_text('precious')
             (folder/n).unlink(missing_ok=True)
             (folder/n).symlink_to(world/'outside'/n)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        edited(world, 'planted', plant)
+        edited(world, 'planted', plant, 'stopped')
     assert {p.read_text() for p in (world/'outside').iterdir()} == {'precious'} and len(names) == len([*(world/'outside').iterdir()])
     assert same(world/'planted', world/'done') and not [p for p in (world/'planted').iterdir() if p.is_symlink() and not p.name.endswith('.new')]
     (world/'fresh').mkdir()
@@ -268,14 +268,13 @@ def test_a_stranger_s_run_writes_only_in_its_folder(world, what, there): # each 
     name = f'stranger-{what}-{there}'
     (world/'elsewhere'/name).mkdir(parents=True)
     def plant(folder):
-        unfinished(folder)
         if (folder/what).exists() and there: (folder/what).rename(world/'elsewhere'/name/what)
         elif (folder/what).is_dir(): shutil.rmtree(folder/what)
         else: (folder/what).unlink(missing_ok=True)
         if what == '.lock' and there: (world/'elsewhere'/name/what).write_text('precious')
         (folder/what).symlink_to(world/'elsewhere'/name/what)
         plant.before = everything(world/'elsewhere')
-    try: edited(world, name, plant)
+    try: edited(world, name, plant, 'stopped')
     except OSError as e: assert '\n' not in str(e) and name in str(e)
     assert everything(world/'elsewhere') == plant.before and plant.before.keys() >= {str(world/'elsewhere'/name)}
 
@@ -339,6 +338,14 @@ def test_a_finished_run_is_only_read(world):
     for p in (world/'read').rglob('*'): os.chmod(p, p.stat().st_mode & ~0o222)
     with FileLock('read.lock'): assert go('read', resume=True) == rows                  # and nobody has to be waited for
     assert everything(world/'read') == before
+
+def test_a_finished_run_is_small_and_can_get_another_model(world):
+    if not (world/'done').exists(): go('done')
+    go('extended', models=MODELS[:3])
+    assert [p.name for p in (world/'extended'/'checkpoints').iterdir()] == ['finished-00000026']   # no weights, no optimizer
+    go('extended', resume=True)                                                         # the control, too
+    assert same(world/'extended', world/'done') and [*read_log('extended')['seconds']] == ['baseline', 'gated', 'control']
+    assert [p.name for p in (world/'extended'/'checkpoints').iterdir()] == ['finished-00000040']
 
 def test_a_file_system_without_locks(world, monkeypatch):
     def flock(*_): raise OSError(37, 'No locks available')
@@ -415,7 +422,8 @@ def test_stops_before_the_optimizer_moves(world, monkeypatch, what, value, dtype
 
 @pytest.fixture(scope='module')
 def saved(world):
-    go('damage')
+    recipe, text, make = small()
+    train_run(make(), text, recipe, HeadGates(2, 4), 'damage')
     return world/'damage'/'checkpoints'
 
 @pytest.mark.parametrize('how', ('cut', 'flip'))
@@ -481,7 +489,7 @@ def test_disk_full(world):
     assert done.returncode == 1 and line == 'allatt-prune: error: [Errno 27] File too large', done.stderr
     assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', '.lock') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
-    assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['baseline-00000004']
+    assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['finished-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
     go('full-whole', steps=4)
     assert same(world/'full', world/'full-whole')

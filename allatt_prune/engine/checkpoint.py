@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['write_file', 'seal', 'new_folder', 'sweep', 'save', 'shipped', 'reading', 'read', 'read_part', 'verify', 'load',
-           'save_step', 'saved_steps', 'newest', 'build']
+           'save_step', 'save_log', 'saved_steps', 'newest', 'build']
 
 # %% ../../nbs/engine/02_checkpoint.ipynb #22c3c814
 import glob, hashlib, json, os, re, secrets, shutil
@@ -153,10 +153,19 @@ def save_step(folder: str|Path, # all checkpoints of a run
     digits = max([8, *same]) + bool(same)                      # of equal numbers, the longer is newer
     sweep(folder)
     save(Path(folder)/f'{phase}-{step:0{digits}d}', config, **parts)
-    for old in [p for p in saved_steps(folder, phase) if _ours(p)][:-2]:
+    _clear([p for p in saved_steps(folder, phase) if _ours(p)][:-2])
+
+def _clear(checkpoints):
+    for p in checkpoints:
         with suppress(OSError):                                # as in a lower layer of a container image
-            os.rename(old, tmp := _beside(old)) # if killed here, `sweep` deletes it
+            os.rename(p, tmp := _beside(p)) # if killed here, `sweep` deletes it
             _delete(tmp)
+
+def save_log(folder: str|Path, log: dict): # all checkpoints of a run; its log, as from `read_log`
+    "Replace the checkpoints of a finished run by its log."
+    old = saved_steps(folder)
+    save_step(folder, 'finished', len(log['records']), {}, log=log)
+    _clear(filter(_ours, old))
 
 def _number(path): # of steps; length of the number
     digits = path.name.split('-')[1]

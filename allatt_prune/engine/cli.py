@@ -187,10 +187,18 @@ class Parser(argparse.ArgumentParser):
     "Argument parser that reports an error in one line."
     def error(self, message): _fail(f'error: {message}', 2)
 
+def _takes(name, usual): # steps, and roughly how long they take on two cores of a CPU
+    if name != 'prune' or not usual: return ''
+    model, r = usual
+    n = r.n_layer * r.d_model * (5*r.d_model + 2*(r.seg_len + r.mem_len + r.n_persistent)) # multiplications a token
+    minutes = r.prune_steps * (.005*r.n_layer + 6*r.batch*r.seg_len*n/7e10) / 60
+    return f"; {model}: {r.prune_steps:,} steps, roughly {f'{minutes:.0f} minutes' if minutes < 100 else f'{minutes/60:,.0f} hours'} on a CPU"
+
 def _command(jobs, usual, name, job, does, example, options, settings):
     (first, (_, about)), *others = options.items()             # the first option is positional
     more = [f for f in SETTINGS if f in settings and f not in SHOWN]
-    p = jobs.add_parser(name, help=does, description=f'example: allatt-prune {name} {example}',
+    usual = usual or ('tiny', RECIPES['tiny']) if 'n_layer' in settings or usual else None
+    p = jobs.add_parser(name, help=does, description=f'example: allatt-prune {name} {example}{_takes(name, usual)}',
                         epilog=f"other settings (--d-ff for d_ff): {' '.join(more)}" if more else '',
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
@@ -199,7 +207,7 @@ def _command(jobs, usual, name, job, does, example, options, settings):
     groups['data'].add_argument(first, help=about, metavar=first.upper(), nargs=optional)
     for option, spec in [*others, *COMMON.items()]: _option(groups['output'], option, *spec)
     # a model to prune has values of its own
-    _settings(groups, settings, usual or ('tiny', RECIPES['tiny']) if 'n_layer' in settings or usual else None)
+    _settings(groups, settings, usual)
     p.set_defaults(job=job)
 
 def parser(usual: tuple[str, Recipe]|None = None) -> Parser: # a name, and the values that help shows for it

@@ -7,7 +7,7 @@ __all__ = ['LEGEND', 'PICTURE', 'TOLD', 'measure', 'markdown', 'table', 'summary
            'write_report']
 
 # %% ../../nbs/engine/07_report.ipynb #5b3e91a8
-import io, json, platform, re, subprocess
+import io, json, platform, re, shlex, subprocess, sys
 from dataclasses import asdict, replace
 from pathlib import Path
 import numpy as np, torch
@@ -162,7 +162,8 @@ def write_report(
     told = {'heads of each layer': keep and [*map(sum, keep)],
             'tokens': '{:,} to train on; scored {:,} of validation and {:,} of test text'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
-            'settings': repr(replace(recipe, corpus=name))}
+            'settings': repr(replace(recipe, corpus=name)),
+            'command': shlex.join(['allatt-prune', *sys.argv[1:]]) if Path(sys.argv[0]).stem in ('allatt-prune', '__main__') else None}
     told |= {k: getattr(recipe, k) for k in TOLD} | about['environment']
     setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
     wrote = [f'    {model:8} | {text}' for model, text in (texts or {}).items()]

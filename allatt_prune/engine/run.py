@@ -23,7 +23,7 @@ from ..progress import shown
 from ..remove import remove_heads
 from .report import Result, measure, samples, write_report
 from .processes import Processes
-from .resume import same_recipe, text_id, train_run
+from .resume import read_log, same_recipe, text_id, train_run
 from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
 from ..repair import REPAIRS
@@ -104,7 +104,7 @@ def _pipeline(models, recipe, corpus, run_dir, device, mine): # -> models by nam
         world.barrier()                                        # all processes check before one saves
         if ready:
             found[name], (_, parts) = LM.from_pretrained(folder).to(device), checkpoint.load(folder)
-            if name != 'baseline' or checkpoint.saved_steps(run_dir/'checkpoints', name): # made here
+            if name != 'baseline' or any(r['phase'] == name for r in read_log(run_dir)['records']): # made here
                 same_recipe(stored_recipe(folder), recipe, folder)
         else:
             found[name], parts = _make(name, recipe, corpus, found, z, run_dir, device, mine)
@@ -212,4 +212,5 @@ def run(
         nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
         rows = measure(nets, text, recipe.batch, recipe.eval_tokens)
         write_report(run_dir, rows, recipe, text, device, keep, samples(found, text))
+        checkpoint.save_log(run_dir/'checkpoints', read_log(run_dir))
         return Result(rows, run_dir)
