@@ -18,8 +18,9 @@ def test_every_notebook_is_in_one_room_and_in_the_order_of_the_numbers():
     rooms = script().rooms()
     assert list(rooms) == ['Start here', 'The method', 'The engine', 'Beyond the paper', 'Lessons', 'Experiments']
     names = [name for files in rooms.values() for name in files]
-    assert sorted(names) == sorted({p.relative_to(ROOT/'nbs').with_suffix('').as_posix() for p in NOTEBOOKS} - {'index'})
-    for files in rooms.values(): assert files == sorted(files)
+    assert sorted(names) == sorted({p.relative_to(ROOT/'nbs').with_suffix('').as_posix() for p in NOTEBOOKS} - {'one_page'}) # with which it opens
+    for room in ('The method', 'The engine', 'Beyond the paper'): assert rooms[room] == sorted(rooms[room])
+    assert [f.split('/')[1] for f in rooms['Lessons']] == ['own_text', 'own_choice', 'from_transformers', 'export']
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_what_only_nbdev_needs_is_not_shown(path):
@@ -41,7 +42,9 @@ def site():
     return ROOT/'_docs'/'html'
 
 def test_pages_link_and_need_nothing_from_elsewhere(site):
+    assert 'url=one_page.html' in (site/'index.html').read_text(encoding='utf-8')      # the site opens with the page
     for path in NOTEBOOKS:
+        path = path.with_stem('overview' if path.stem == 'index' else path.stem)
         page = (site/path.relative_to(ROOT/'nbs').with_suffix('.html')).read_text(encoding='utf-8')
         needed = re.findall(r'(?:<script[^>]* src|<link[^>]* href|<img[^>]* src)="([^"#?]+)', page)
         assert needed and not [x for x in needed if re.match('https?:|//', x)]
@@ -55,6 +58,8 @@ def test_every_floor_has_its_reference(site):
     for folder, name in (('method', 'remove_heads'), ('engine', 'load_corpus'), ('beyond', 'train_gates')):
         page = re.sub('<[^>]+>', '', (site/'api'/f'{folder}.html').read_text(encoding='utf-8'))
         assert re.search(rf'def {name}\(.+?# ', page, re.S)
+    method = re.sub('<[^>]+>', '', (site/'api'/'method.html').read_text(encoding='utf-8'))
+    assert 'def open_mask(self)' in method and 'unit: str' in method # what classes contain
     assert 'tag_hide-input' in (site/'experiments'/'best.html').read_text(encoding='utf-8')
 
 def test_search_knows_the_texts(site):

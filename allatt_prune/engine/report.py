@@ -105,9 +105,10 @@ class Result(list):
         super().__init__(rows)
         self.run_dir = Path(run_dir)
     def __repr__(self): return f'{summary(self)}\n\n{table(self)}\n\nreport: {self.run_dir}/report.md'
-    def _ipython_display_(self):
+    def _ipython_display_(self): # without the title
         from IPython.display import Image, Markdown, display
-        before, there, after = (self.run_dir/'report.md').read_text(encoding='utf-8').partition(PICTURE)
+        report = (self.run_dir/'report.md').read_text(encoding='utf-8').partition('\n\n')[2]
+        before, there, after = report.partition(PICTURE)
         display(Markdown(before), *([Image(self.run_dir/'report.png')] if there else []), Markdown(after))
 
 PICTURE = '![loss of each model, gates, and heads that stay](report.png)'
