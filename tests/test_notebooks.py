@@ -12,9 +12,10 @@ def outputs(path): return json.dumps([o for c in cells(path) for o in c.get('out
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 class TestNotebook:
-    def test_opens_with_a_title_and_a_subtitle(self, path):
-        title = next(''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown')
+    def test_opens_with_a_title_a_subtitle_and_its_time(self, path):
+        title, text = ([''.join(c['source']) for c in cells(path) if c['cell_type'] == 'markdown'] + [''])[:2]
         assert re.match(r'# \S.*\n> \S', title)
+        if path.stem != 'index': assert re.search(r'\A\*(?:Runs|This page runs) in .*(seconds|minute)', title.split('\n\n', 1)[-1] if '\n\n' in title else text)
     def test_outputs_are_committed_and_clean(self, path):
         out = outputs(path)
         assert any(c.get('outputs') for c in cells(path))
@@ -61,6 +62,7 @@ def test_each_block_of_the_readme_needs_no_other():
         nodes = [*ast.walk(ast.parse(block))]
         made = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         made |= {(a.asname or a.name).split('.')[0] for n in nodes if isinstance(n, ast.Import|ast.ImportFrom) for a in n.names}
+        made |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)} | {n.arg for n in nodes if isinstance(n, ast.arg)}
         used = {n.id for n in nodes if isinstance(n, ast.Name)}
         assert not used - made - {*dir(builtins)}, block
     assert len(blocks) >= 2
