@@ -91,7 +91,7 @@ class Recipe(LMConfig):
     prune_lr: float = 1e-3 # peak learning rate of the pruning phase, §4.1.2
     prune_lr_min: float = 1e-4 # final learning rate of the pruning phase, §4.1.2
     prune_dropout: bool = True # keep dropout in the pruning phase, as in the paper
-    teacher: float = 0. # weight of the baseline's predictions in the loss of other models
+    teacher: float = 0. # distillation: weight of the baseline's predictions in the loss
     lam: float = .01 # lambda, the weight of the L0 loss: .01, .015 or .02, §4.1.2
     lam_warmup: int = 4_000 # warm-up steps of lam, §4.1.2
     gate_steps: int = 16_000 # steps until the gates are frozen, §4.1.2
@@ -168,6 +168,8 @@ def adjusted(r: Recipe, **changes) -> Recipe: # settings to change
         # scaled down in proportion, unless given
         if part not in changes and n < old: setattr(new, part, round(getattr(r, part) * n / old))
         if (m := getattr(new, part)) > n: raise ValueError(f'{part}={m}: longer than {whole}={n}')
+    if 'log_every' not in changes and 'prune_steps' in changes: # at least 20 points of a curve
+        new.log_every = max(1, min(r.log_every, new.prune_steps // 20))
     return new
 
 def get_recipe(name: str, **changes) -> Recipe: # one of RECIPES; settings to change

@@ -201,6 +201,7 @@ def train_gates(
 ) -> TargetGates: # frozen
     "Train gates that choose the units to remove. The weights do not change."
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
+    if sparsity is None or not 0 < sparsity < 1: raise ValueError(f'sparsity={sparsity}: give a share between 0 and 1')
     if not isinstance(batches, Mapping): batches = islice(batches or (), steps)
     heads = HFHeads(model, batches, units, group, loss)
     data, device, keep = heads.read(), heads.model.device, heads.units_left
@@ -225,7 +226,7 @@ def train_gates(
             gates.log_alpha.grad = slope + torch.autograd.grad(penalty(gates, step), gates.log_alpha)[0]
             optimizer.step()
             slopes += slope.abs().sum()
-            turns.set_postfix_str(f'{task.item():.3f} nats', refresh=False)
+            turns.set_postfix_str(f'loss {task.item():.3f}', refresh=False)
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup: break

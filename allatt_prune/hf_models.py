@@ -39,7 +39,7 @@ PRUNED = 'allatt_prune-' # prefix of the model type of a pruned model
 def architecture(config) -> Architecture: # of a model, pruned or not
     "Where the units of a model are."
     kind = config.model_type.removeprefix(PRUNED)
-    if kind not in ARCHITECTURES: raise ValueError(f'model={kind}: give its row to add_architecture')
+    if kind not in ARCHITECTURES: raise ValueError(f'model={kind}: not one of {", ".join(ARCHITECTURES)}; describe it with add_architecture (04_hf_models)')
     return ARCHITECTURES[kind]
 
 def at(module: nn.Module, path: str): # names and dots; empty: the module

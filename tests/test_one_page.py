@@ -63,5 +63,5 @@ def test_its_other_figures():
     two = torch.tensor(2.)
     odds = [f'{x:.2f}'.lstrip('0') for x in (two.sigmoid(), l0_prob(two))]
     assert 'open with probability {} and pays with probability {}'.format(*odds) in TEXT
-    score, gates = re.search(r'it has saved (\d+)% of what random heads cost, gates (\d+)%', (ROOT/'README.md').read_text(encoding='utf-8')).groups()
+    score, gates = re.search(r'its heads cost (\d+)% less than random heads, those of gates (\d+)% less', (ROOT/'README.md').read_text(encoding='utf-8')).groups()
     assert f'random heads cost most, those of gates {gates} % less, and those of *leave_one_out*, a score without training, {score} % less' in TEXT

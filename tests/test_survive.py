@@ -347,6 +347,16 @@ def test_a_finished_run_is_small_and_can_get_another_model(world):
     assert same(world/'extended', world/'done') and [*read_log('extended')['seconds']] == ['baseline', 'gated', 'control']
     assert [p.name for p in (world/'extended'/'checkpoints').iterdir()] == ['finished-00000040']
 
+def test_a_resumed_run_makes_all_models_that_it_was_to_make(world, monkeypatch):
+    if not (world/'done').exists(): go('done')
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match='stopped by SIGTERM') as e:
+        after_steps(patch, lambda phase, t: os.kill(os.getpid(), signal.SIGTERM) if phase == 'gated' and t.step == 5 else None)
+        go('remembers')
+    assert 'resume=True' in ''.join(e.value.__notes__)
+    rows = go('remembers', resume=True, models=MODELS[:1])
+    assert [r['model'] for r in rows] == [*MODELS] and same(world/'remembers', world/'done')
+    with pytest.raises(ValueError, match='remembers: a run; give one of its models, as remembers/pruned'): LM.from_pretrained('remembers')
+
 def test_a_file_system_without_locks(world, monkeypatch):
     def flock(*_): raise OSError(37, 'No locks available')
     model = small()[2]()
@@ -487,7 +497,7 @@ def test_disk_full(world):
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     *_, line = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line == 'allatt-prune: error: [Errno 27] File too large', done.stderr
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', '.lock') and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'models.json', '.lock') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['finished-00000004']
     go('full', steps=4, resume=True)                                                    # room was made
@@ -533,7 +543,7 @@ def test_real_signals(world):
     seen = []
     for i, ((what, sig), result) in enumerate(zip(cases, results)):
         status, err = result.result()
-        last, end = err.splitlines()[-1], '; use --resume to continue'
+        last, end = err.splitlines()[-1], f'; to continue: allatt-prune run --resume --run-dir signal{i}'
         named = status == 128 + sig and last == f'allatt-prune: stopped by {sig.name}{end}'
         told = named or (status, sig, last) == (130, signal.SIGINT, f'allatt-prune: stopped{end}') # Ctrl-C between two phases
         assert told or (status, sig) == (-signal.SIGTERM, signal.SIGTERM), (what, status, err)  # outside training, SIGTERM simply ends the process

@@ -61,7 +61,7 @@ def seal(folder: str|Path, files: list[str]): # file names in the folder
 def new_folder(path: str|Path): # folder to create
     "Yield a folder to fill; seal it and rename it to `path`. FileExistsError if `path` exists."
     path = Path(path)
-    if os.path.lexists(path): raise FileExistsError(f'{path}: exists; choose another name')
+    if os.path.lexists(path): raise FileExistsError(f'{path}: exists; choose another name, or resume')
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole(path) as tmp:
         tmp.mkdir()
@@ -202,6 +202,8 @@ def save_pretrained(self: LM, path: str|Path, **others): # folder to create; mor
 @patch(cls_method=True)
 def from_pretrained(cls: LM, path: str|Path) -> LM: # on the CPU, in evaluation mode
     "Load a model from a folder or by name."
+    for name in ('pruned', 'baseline'):
+        if (Path(path)/name/'config.json').exists(): raise ValueError(f'{path}: a run; give one of its models, as {path}/{name}')
     config, parts = load(path)
     with reading(f'{path}: config.json or model'):
         weights, vocab = parts.get('model', {}), parts.get('vocab')

@@ -46,25 +46,28 @@ def _share(args, cfg, usual): # of the heads to remove
 
 def _recipe(args, run_dir): # recipe with the given settings; baseline folder or None
     recipe, path = get_recipe(args.recipe or 'tiny'), None
+    if args.resume and not run_dir.exists(): raise FileNotFoundError(f'run_dir={run_dir}: not found')
     if args.resume: recipe = engine.run.stored_recipe(run_dir)
     elif args.command == 'prune':
         path = _find(args, 'baseline')
         config, parts = engine.checkpoint.load(path)
         if any((z != 1).any() for z in parts.get('z', {}).values()):
             raise ValueError(f'model={path}: has closed gates; give its baseline')
-        if config['heads'] is not None: raise ValueError(f'model={path}: heads were removed already')
+        if config['heads'] is not None: raise ValueError(f'model={path}: heads were removed already; give a whole model')
         if 'recipe' in parts and not args.recipe: recipe = Recipe.stored(parts['recipe'])
         shape = {f: x for f, x in config.items() if f in SETTINGS}
         recipe = replace(recipe, **shape, corpus=_corpus(path))
     r = adjusted(recipe, **args.settings)
     return replace(r, sparsity=_share(args, r, r.sparsity)), path
 
+def _run_dir(args): return Path(args.run_dir or f"runs/{'pruned' if args.command == 'prune' else args.recipe or 'tiny'}")
+
 def _train(args): # run, train and prune
     run, report, prune = engine.run, engine.report, args.command == 'prune'
     given = args.model if prune else args.recipe
     if prune and not given and not args.resume: raise ValueError('prune: give a model or --resume')
     if given and args.resume: raise ValueError(f'{given}: leave it out; the run to resume has its own')
-    run_dir = Path(args.run_dir or f"runs/{'pruned' if prune else args.recipe or 'tiny'}")
+    run_dir = _run_dir(args)
     recipe, baseline = _recipe(args, run_dir)
     models = run.MODELS if args.command == 'run' else run.MODELS[:1]
     if prune: models = run.MODELS[:3 + args.control]           # the control is last
@@ -72,7 +75,7 @@ def _train(args): # run, train and prune
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # only the first process prints
-    told = report.summary(rows), report.table(rows), report.LEGEND, f'figure: {run_dir}/report.png\nreport: {run_dir}/report.md'
+    told = report.summary(rows), report.table(rows), report.legend(rows), f'figure: {run_dir}/report.png\nreport: {run_dir}/report.md'
     print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b
@@ -94,7 +97,7 @@ def _score(args):
     head = ['', *(f'head {h}' for h in range(1, model.cfg.n_head + 1)), 'kept']
     print(engine.report.markdown(head, rows))
     print(f'\n{args.method} on {len(ids):,} tokens of {text.name}; '
-          f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove')
+          f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove; --sparsity or --heads changes it')
 
 def _sample(args):
     model, z, _ = _open(args, 'pruned', 'baseline')
@@ -162,7 +165,7 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         **_MODEL, **_RUN, recipe=(str, 'recipe to start from (default: the recipe of the model)'),
         control=(False, 'also train the control: all heads, as many steps')), {*SETTINGS} - GIVEN),
     evaluate=(_evaluate, 'evaluate a model on a text', 'runs/tiny --split test', dict(
-        **_TEXT, split=('valid', 'part of the text', ['valid', 'test', 'train']),
+        **_TEXT, split=('test', 'part of the text', ['valid', 'test', 'train']),
         tokens=(0, 'tokens to evaluate; 0: all'),
         batch=(1, 'parallel streams; more are faster, but each starts without memory')), ()),
     score=(_score, 'score the importance of each head', 'tiny-books --method gradient', dict(
@@ -244,7 +247,8 @@ def main(argv: list[str]|None = None): # None: the arguments of the process
             if type(x) in (int, float): checked(name, type(x), x)
         return args.job(args)
     except KeyboardInterrupt as e:
-        hint = 'use --resume to continue' if 'resume' in args else 'run the command again'
+        hint = 'run the command again'
+        if 'resume' in args: hint = f'to continue: allatt-prune {args.command} --resume --run-dir {_run_dir(args)}'
         _fail(f"{str(e) or 'stopped'}; {hint}", 128 + getattr(e, 'signum', signal.SIGINT))
     except Exception as e:
         if args.debug: raise

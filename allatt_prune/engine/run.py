@@ -189,6 +189,8 @@ def run(
     if resume:
         same_recipe(stored_recipe(run_dir), recipe, run_dir)
         baseline = run_dir/'baseline' if (run_dir/'baseline').exists() else None
+        if (run_dir/'models.json').exists(): # and those that it was to make
+            models = [name for name in MODELS if name in {*models, *checkpoint.read_part(run_dir, 'models.json')}]
     with shown(progress):
         if baseline: text = text_for(baseline, recipe.corpus, cache)
         else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
@@ -197,7 +199,8 @@ def run(
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
-        if not resume: _begin(run_dir, baseline, {'recipe.json': asdict(recipe), 'corpus.json': is_text})
+        files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'models.json': models}
+        if not resume: _begin(run_dir, baseline, files)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
@@ -206,7 +209,8 @@ def run(
     with shown(progress), contextlib.nullcontext() if world.rank else _lock(run_dir):
         if world.rank == 0:
             checkpoint.sweep(run_dir)                          # what killed processes left
-            checkpoint.seal(run_dir, ['recipe.json', 'corpus.json']) # the report is rewritten
+            checkpoint.write_file(run_dir/'models.json', json.dumps(models).encode())
+            checkpoint.seal(run_dir, [*files]) # the report is rewritten
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)
         nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]

@@ -162,7 +162,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     a, b, share = 'choice-after', 'choice-word', lambda *which: saved(*which).split()[0]
     if brief: return markdown(['my model', 'use', 'because'], [
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
-         f"on characters, after 1,500 steps, it has saved {share(a, 'leave_one_out')} of what random heads cost, gates {share(a, 'gates')}; on words neither is sure to help ({choice})"],
+         f"on characters, its heads cost {share(a, 'leave_one_out')} less than random heads, those of gates {share(a, 'gates')} less (after 1,500 steps of fine-tuning); on words neither is sure to help ({choice})"],
         ['a decoder from transformers', 'gates if you have minutes, else *gradient*',
          f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}, but in {parts['score-leave_one_out']['seconds'] / 60:.0f} minutes; {pretrained})"],
         ['an encoder', 'gates if you have minutes, else *output_difference*',
