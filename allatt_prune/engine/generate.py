@@ -33,8 +33,8 @@ class Writer:
                 last = torch.arange(t - y.shape[1], t, device=dev) % m
                 ring[:, :, :, last] = torch.stack([a.split(a.wk(y)), a.split(a.wv(y))])
                 qkv = torch.cat([f.weight for f in (a.wq, a.wk, a.wv)]) # one product, with w as its bias
-                w = F.pad(a.w.flatten(), (0, 2*a.w.numel()))
-                self.parts.append((qkv, w, a.relative(model.pos).mT, ring))
+                w, r = F.pad(a.w.flatten(), (0, 2*a.w.numel())), a.relative(model.pos).mT * model.cfg.d_head**-.5
+                self.parts.append((qkv, w, a.u - a.w, r, -a.w[:, None] @ a.pk.mT, ring))
             x = layer(x, None, model.pos)
         self.logits = model.words.logits(model.norm(x[:, -1]))
 
@@ -47,19 +47,19 @@ class Writer:
         self.at += 1
         return self.model.words.logits(self.model.norm(x))
 
-    def _attend(self, a, x, slot, back, empty, qkv, w, r, ring):
+    def _attend(self, a, x, slot, back, empty, qkv, w, u, r, persistent, ring): # -> (b c)
         (_, b, h, m, d), n = ring.shape, a.pk.shape[1]
-        z = F.linear(a.norm(x), qkv, w).view(b, 3, h, d)
+        z = F.linear(a.norm(x), qkv, w).view(b, 3, h, d)       # q + w, k, v
         ring.index_copy_(3, slot, z[:, 1:].transpose(0, 1).unsqueeze(3))
-        q = z[:, 0].transpose(0, 1)                            # q + w (h b d)
-        content = (ring[0] @ (z[:, 0] + (a.u - a.w)).unsqueeze(3)).squeeze(3) # (b h m)
-        position = torch.bmm(q, r).index_select(2, back).transpose(0, 1)
-        persistent = torch.bmm(q - a.w[:, None], a.pk.mT).transpose(0, 1) # (b h n)
-        scores = torch.cat([(content + position) * d**-.5 + empty, persistent], 2)
+        q = z[:, 0].transpose(0, 1)                            # (h b d)
+        position = torch.bmm(q, r).index_select(2, back).transpose(0, 1) + empty # (b h m)
+        content = ((z[:, 0] + u).unsqueeze(2) @ ring[0].mT).squeeze(2) # (b h m)
+        persistent = torch.baddbmm(persistent, q, a.pk.mT)     # (h b n)
+        scores = torch.cat([torch.add(position, content, alpha=d**-.5), persistent.transpose(0, 1)], 2)
         p = wide(scores).softmax(-1).to(x.dtype)
         o = (p[:, :, None, :m] @ ring[1]).squeeze(2)           # (b h d)
-        o = o + torch.bmm(p[:, :, m:].transpose(0, 1), a.pv).transpose(0, 1) * n**.5
-        return F.linear(o.flatten(1), a.wo.weight, a.wo.bias)
+        o = torch.baddbmm(o.transpose(0, 1), p[:, :, m:].transpose(0, 1), a.pv, alpha=n**.5) # (h b d)
+        return F.linear(o.transpose(0, 1).flatten(1), a.wo.weight, a.wo.bias)
 
 # %% ../../nbs/engine/06_generate.ipynb #f0966514
 @patch
