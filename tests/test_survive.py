@@ -497,7 +497,7 @@ def test_disk_full(world):
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     *_, line = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line == 'allatt-prune: error: [Errno 27] File too large', done.stderr
-    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'models.json', '.lock') and p != world/'full'/'manifest.json')
+    assert all(p.read_bytes() == data for p, data in good.items() if p.name not in ('metrics.jsonl', 'plan.json', '.lock') and p != world/'full'/'manifest.json')
     checkpoint.verify(world/'full')                                                     # its manifest has let go of the report, which will be another
     assert sorted(p.name for p in (world/'full'/'checkpoints').iterdir()) == ['finished-00000004']
     go('full', steps=4, resume=True)                                                    # room was made

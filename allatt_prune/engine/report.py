@@ -7,7 +7,7 @@ __all__ = ['LEGEND', 'PICTURE', 'measure', 'markdown', 'legend', 'table', 'summa
            'write_report']
 
 # %% ../../nbs/engine/07_report.ipynb #5b3e91a8
-import io, json, platform, re, shlex, subprocess, sys
+import io, json, platform, re, subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 import numpy as np, torch
@@ -76,8 +76,11 @@ def summary(rows: list[dict]) -> str: # from `measure`
     n, gone = whole['heads'], whole['heads'] - pruned['heads']
     blocks, total, time = (1 - pruned[k] / whole[k] for k in ('blocks', 'params', 'ms'))
     name, digits = ('Perplexity', 2) if whole['unit'] == 'word' else ('Bits per character', 3)
+    faster = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time per segment"
+    if abs(whole['ms'] - pruned['ms']) < (whole['spread'] + pruned['spread']) / 2: # the ± overlap
+        faster = 'no measurable difference in time'
     saved = (f"Pruned {gone} of {n} heads ({gone / n:.0%}): {blocks:.0%} fewer parameters in the blocks "
-             f"({total:.0%} of all), {abs(time):.0%} {'less' if time > 0 else 'more'} time per segment.")
+             f"({total:.0%} of all), {faster}.")
     if not gone: saved = (f'Pruned 0 of {n} heads: no gate closed. A larger --lam, --gate-lr or '
                           '--gate-steps closes some, --sparsity a given share.')
     loss = f"{name} of test text: {whole['test']:.{digits}f} before, {pruned['test']:.{digits}f} after"
@@ -136,9 +139,12 @@ def figure(records: list[dict], keep: list|None = None, unit: str = 'word'): # o
     if gated:
         probs = np.array([r['open_prob'] for r in gated])      # (records l h)
         stay = np.array(keep, bool) if keep else probs[-1] >= .5
-        for colour, which in (('C0', stay), ('C1', ~stay)):
-            axes['gates'].plot([first + r['step'] for r in gated], probs[:, which], color=colour, lw=.8)
-        axes['gates'].set(title=f'P(open): {stay.sum()} heads stay, {(~stay).sum()} go', xlabel='step', ylim=(-.03, 1.03))
+        probs[(probs == probs[-1]).all((1, 2))] = stay         # frozen: 1 or 0
+        for colour, which, name in (('0.3', stay, 'stay'), ('C3', ~stay, 'go')):
+            lines = axes['gates'].plot([first + r['step'] for r in gated], probs[:, which], color=colour, lw=.8)
+            if lines: lines[0].set_label(f'{which.sum()} {name}')
+        axes['gates'].set(title='gates, P(open)', xlabel='step', ylim=(-.03, 1.03))
+        axes['gates'].legend(frameon=False, fontsize=8, loc='center right')
     if keep:
         axes['heads'].pcolormesh(np.array(keep), cmap='Blues', vmin=-.15, vmax=1.4, edgecolors='w', lw=2)
         axes['heads'].invert_yaxis()
@@ -148,9 +154,10 @@ def figure(records: list[dict], keep: list|None = None, unit: str = 'word'): # o
     return fig
 
 def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # baseline and pruned
-    "Let the models continue the beginning of the test text, with the same random numbers."
+    "Let the models continue the beginning of the test text (in brackets), with the same random numbers."
     prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 30])
-    return {name: models[name].write(prompt, n) for name in ('baseline', 'pruned') if name in models}
+    texts = {name: models[name].write(prompt, n) for name in ('baseline', 'pruned') if name in models}
+    return {name: f'[{x[:len(prompt)]}]{x[len(prompt):]}' for name, x in texts.items()}
 
 def write_report(
     run_dir: Path, # with the checkpoints of the run
@@ -167,7 +174,7 @@ def write_report(
             'tokens': '{:,} of training text; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
             'settings': repr(replace(recipe, corpus=name)),
-            'command': shlex.join(['allatt-prune', *sys.argv[1:]]) if Path(sys.argv[0]).stem in ('allatt-prune', '__main__') else None}
+            'command': checkpoint.read_part(run_dir, 'plan.json')['command'] if (run_dir/'plan.json').exists() else None}
     told |= about['environment']
     setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
     wrote = [f'    {model:8} | {text}' for model, text in (texts or {}).items()]
@@ -180,5 +187,5 @@ def write_report(
     write_metrics(run_dir, log['records'])
     figure(log['records'], keep, corpus.unit).savefig(picture := io.BytesIO(), format='png', dpi=100)
     checkpoint.write_file(run_dir/'report.png', picture.getvalue())
-    names = 'recipe.json', 'corpus.json', 'models.json', 'metrics.jsonl', 'report.md', 'report.png', 'report.json'
+    names = 'recipe.json', 'corpus.json', 'plan.json', 'metrics.jsonl', 'report.md', 'report.png', 'report.json'
     checkpoint.seal(run_dir, [name for name in names if (run_dir/name).exists()])

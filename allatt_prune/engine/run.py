@@ -6,7 +6,7 @@
 __all__ = ['WAYS', 'MODELS', 'Way', 'way', 'pick_device', 'parallel', 'stored_recipe', 'text_for', 'run']
 
 # %% ../../nbs/engine/08_run.ipynb #d85b5f19
-import contextlib, json, os
+import contextlib, json, os, shlex, sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -186,11 +186,13 @@ def run(
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
     models = [name for name in MODELS if name in models and not (mine.choose and name == 'gated')]
+    plan = dict(command=shlex.join(['allatt-prune', *sys.argv[1:]]) if Path(sys.argv[0]).stem in ('allatt-prune', '__main__') else None)
     if resume:
         same_recipe(stored_recipe(run_dir), recipe, run_dir)
         baseline = run_dir/'baseline' if (run_dir/'baseline').exists() else None
-        if (run_dir/'models.json').exists(): # and those that it was to make
-            models = [name for name in MODELS if name in {*models, *checkpoint.read_part(run_dir, 'models.json')}]
+        if (run_dir/'plan.json').exists(): # and the models that it was to make
+            plan = checkpoint.read_part(run_dir, 'plan.json')
+            models = [name for name in MODELS if name in {*models, *plan['models']}]
     with shown(progress):
         if baseline: text = text_for(baseline, recipe.corpus, cache)
         else: text = load_corpus(recipe.corpus, cache, recipe.unit or None)
@@ -199,7 +201,7 @@ def run(
     world.shard(Streams(text.train, recipe.batch, recipe.seg_len, text.name)) # checks the length
     is_text = dict(unit=text.unit, vocab=text.hash, splits=text_id(text))
     if world.rank == 0:
-        files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'models.json': models}
+        files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'plan.json': plan | dict(models=models)}
         if not resume: _begin(run_dir, baseline, files)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
     world.barrier()
@@ -209,7 +211,7 @@ def run(
     with shown(progress), contextlib.nullcontext() if world.rank else _lock(run_dir):
         if world.rank == 0:
             checkpoint.sweep(run_dir)                          # what killed processes left
-            checkpoint.write_file(run_dir/'models.json', json.dumps(models).encode())
+            checkpoint.write_file(run_dir/'plan.json', json.dumps(files['plan.json']).encode())
             checkpoint.seal(run_dir, [*files]) # the report is rewritten
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)
