@@ -19,7 +19,7 @@ from ..config import Recipe
 from ..data import LOG, Corpus, DataError, Streams
 from ..distill import Distill
 from ..model import LM
-from ..progress import shown
+from ..progress import say, shown
 from ..remove import remove_heads
 from .report import Result, measure, samples, write_report
 from .processes import Processes
@@ -213,6 +213,10 @@ def run(
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.write_file(run_dir/'plan.json', json.dumps(files['plan.json']).encode())
             checkpoint.seal(run_dir, [*files]) # the report is rewritten
+        steps = dict.fromkeys(models, recipe.prune_steps) | dict(baseline=recipe.steps)
+        todo = [f'{name} {steps[name]:,} steps' for name in models
+                if not (run_dir/name).exists() and (name != 'pruned' or mine.choose)]
+        say(', '.join([*todo, 'then times and losses']))
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)
         nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
