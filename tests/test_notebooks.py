@@ -20,6 +20,7 @@ class TestNotebook:
         out = outputs(path)
         assert any(c.get('outputs') for c in cells(path))
         assert '"output_type": "error"' not in out and '"name": "stderr"' not in out
+        assert 'widgets' not in json.loads(path.read_text(encoding='utf-8'))['metadata'] # of bars
         assert not re.search(r'(?<![\w:/.<])/(?:home|root|tmp|work|Users)/', out)
     def test_is_small(self, path): assert path.stat().st_size < 200_000
 
