@@ -53,7 +53,7 @@ def markdown(head: list, rows: list[list], text: int = 1) -> str: # left-aligned
     def line(cells): return '|' + ''.join(f' {c} |' if f'{c}' else ' |' for c in cells)
     return '\n'.join([line(head), '|' + '---|'*text + '---:|'*(len(head) - text), *map(line, rows)])
 
-LEGEND = dict(gated='closed heads are multiplied by 0', control='the baseline, trained as long without gates',
+LEGEND = dict(gated='closed heads are multiplied by 0', control='all heads, trained as long',
               blocks='millions of parameters without embeddings', ms='per segment, median ± half the interquartile range')
 
 def legend(rows: list[dict]) -> str: # from `measure`
@@ -78,7 +78,7 @@ def summary(rows: list[dict]) -> str: # from `measure`
     name, digits = ('Perplexity', 2) if whole['unit'] == 'word' else ('Bits per character', 3)
     faster = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time per segment"
     if abs(whole['ms'] - pruned['ms']) < (whole['spread'] + pruned['spread']) / 2: # the ± overlap
-        faster = 'no measurable difference in time'
+        faster = 'any difference in time is within the noise'
     saved = (f"Pruned {gone} of {n} heads ({gone / n:.0%}): {blocks:.0%} fewer parameters in the blocks "
              f"({total:.0%} of all), {faster}.")
     if not gone: saved = (f'Pruned 0 of {n} heads: no gate closed. A larger --lam, --gate-lr or '
@@ -170,7 +170,7 @@ def write_report(
     log, tokens, name = read_log(run_dir), rows[0]['tokens'], Path(corpus.name).name
     about = dict(recipe=asdict(recipe), corpus=name, unit=corpus.unit, vocab=corpus.hash, tokens=tokens,
                  environment=environment(device), seconds=log['seconds'], keep=keep)
-    told = {'heads of each layer': keep and [*map(sum, keep)],
+    told = {'heads chosen by': recipe.method, 'heads of each layer': keep and [*map(sum, keep)],
             'tokens': '{:,} of training text; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
             'settings': repr(replace(recipe, corpus=name)),

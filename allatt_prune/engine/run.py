@@ -216,6 +216,7 @@ def run(
         steps = dict.fromkeys(models, recipe.prune_steps) | dict(baseline=recipe.steps)
         todo = [f'{name} {steps[name]:,} steps' for name in models
                 if not (run_dir/name).exists() and (name != 'pruned' or mine.choose)]
+        if mine.choose: todo.insert(0, f'heads by {recipe.method}')
         say(', '.join([*todo, 'then times and losses']))
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)
