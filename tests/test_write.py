@@ -5,6 +5,7 @@ from allatt_prune import LM, HeadGates, remove_heads
 from allatt_prune.config import LMConfig
 from allatt_prune.engine.checkpoint import build
 from allatt_prune.engine.generate import Writer
+from allatt_prune.engine.report import samples
 
 CFG = dict(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=8, mem_len=8)
 SHAPES = {}, dict(heads=[3, 0, 1]), dict(d_ff=20), dict(n_persistent=0, d_ff=20), dict(mem_len=24), dict(cutoffs=[9, 18])
@@ -47,3 +48,12 @@ def test_a_step_compiles_as_one_graph_and_waits_for_nothing():
     with Operations() as seen: plain.step(text[:, 0])
     assert not [n for n in seen.names if n.startswith(('aten::_local_scalar_dense', 'aten::nonzero', 'aten::is_nonzero', 'aten::masked_select'))]
     assert sum(n.startswith(('aten::bmm', 'aten::addmm', 'aten::mm')) for n in seen.names) <= 3 * 7 + 1 # products
+
+class Text: # the beginning of a test text, in words, with the end of a line
+    unit, test = 'word', list(range(9))
+    def decode(self, ids): return 'the man <eos> said that he'
+
+def test_a_sample_marks_its_prompt():
+    model = LM.from_pretrained('tiny-books-word')
+    said = samples(dict(baseline=model), Text(), 5)['baseline']
+    assert said.startswith('[the man \n said that he] ') and said.replace('[', '').replace(']', '') == model.write('the man <eos> said that he', 5)

@@ -139,7 +139,8 @@ def figure(records: list[dict], keep: list|None = None, unit: str = 'word'): # o
     if gated:
         probs = np.array([r['open_prob'] for r in gated])      # (records l h)
         stay = np.array(keep, bool) if keep else probs[-1] >= .5
-        probs[(probs == probs[-1]).all((1, 2))] = stay         # frozen: 1 or 0
+        same = (probs == probs[-1]).all((1, 2))
+        if same.sum() > 1: probs[same] = stay                  # frozen: 1 or 0
         for colour, which, name in (('0.3', stay, 'stay'), ('C3', ~stay, 'go')):
             lines = axes['gates'].plot([first + r['step'] for r in gated], probs[:, which], color=colour, lw=.8)
             if lines: lines[0].set_label(f'{which.sum()} {name}')
@@ -156,8 +157,8 @@ def figure(records: list[dict], keep: list|None = None, unit: str = 'word'): # o
 def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # baseline and pruned
     "Let the models continue the beginning of the test text (in brackets), with the same random numbers."
     prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 30])
-    texts = {name: models[name].write(prompt, n) for name in ('baseline', 'pruned') if name in models}
-    return {name: f'[{x[:len(prompt)]}]{x[len(prompt):]}' for name, x in texts.items()}
+    def told(m): return f'[{(start := m.write(prompt, 0))}]{m.write(prompt, n)[len(start):]}'
+    return {name: told(models[name]) for name in ('baseline', 'pruned') if name in models}
 
 def write_report(
     run_dir: Path, # with the checkpoints of the run
