@@ -8,6 +8,7 @@ __all__ = ['POSITIVE', 'SHARES', 'CHOICES', 'SETTINGS', 'RECIPES', 'checked', 'L
 
 # %% ../nbs/engine/00_config.ipynb #6b3ceaeb
 import os, reprlib
+from difflib import get_close_matches
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -114,10 +115,19 @@ class Recipe(LMConfig):
         super().__post_init__()
         if not self.clip: raise ValueError('clip=0.0: nothing would be trained; give more')
         if self.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 0, or at least 2')
-    def __repr__(self): # the nearest recipe and what differs from it
-        def changed(other): return {k: x for k in SETTINGS if (x := getattr(self, k)) != getattr(other, k)}
-        name, changes = min(((n, changed(r)) for n, r in RECIPES.items()), key=lambda found: len(found[1]))
-        return f"get_recipe({', '.join([repr(name), *(f'{k}={x!r}' for k, x in changes.items())])})"
+    def __repr__(self): # the nearest recipe, and what to change in it
+        def changed(name, given): # settings that differ; those of `given` are changed first
+            made = _scaled(RECIPES[name], {k: getattr(self, k) for k in given})
+            return [k for k in SETTINGS if getattr(self, k) != getattr(made, k)]
+        name = min(RECIPES, key=lambda name: len(changed(name, [])))
+        given = [k for k in changed(name, []) if k not in (*_PARTS, 'log_every')]
+        while more := changed(name, given): given.append(more[0])
+        return f"get_recipe({', '.join([repr(name), *(f'{k}={getattr(self, k)!r}' for k in given)])})"
+    def minutes(self, steps: int) -> float: # of training
+        "Rough time of training steps on two cores of a CPU."
+        macs = self.n_layer * self.d_model * ( # per token
+            5*self.d_model + 2*(self.seg_len + self.mem_len + self.n_persistent))
+        return steps * (.005*self.n_layer + 6*self.batch*self.seg_len*macs/7e10) / 60
     @classmethod
     def stored(cls, saved: dict) -> 'Recipe': # of a recipe.json
         "Recipe of a saved model or run. Older ones say 0 for no sparsity, and name what has gone."
@@ -160,16 +170,24 @@ RECIPES = {'text8': Recipe(), 'wt103': Recipe(**_wt103), 'tiny': Recipe(**_tiny)
 _PARTS = dict(warmup='steps', prune_warmup='prune_steps', gate_steps='prune_steps',
               lam_warmup='gate_steps')
 
-def adjusted(r: Recipe, **changes) -> Recipe: # settings to change
-    "Change settings. In a shorter phase, warm-up and gate steps shrink in proportion."
+def _scaled(r, changes): # in a shorter phase, what belongs to it shrinks, unless given
     new = replace(r, **changes)
     for part, whole in _PARTS.items():
         n, old = getattr(new, whole), getattr(r, whole)
-        # scaled down in proportion, unless given
         if part not in changes and n < old: setattr(new, part, round(getattr(r, part) * n / old))
-        if (m := getattr(new, part)) > n: raise ValueError(f'{part}={m}: longer than {whole}={n}')
     if 'log_every' not in changes and 'prune_steps' in changes: # at least 20 points of a curve
         new.log_every = max(1, min(r.log_every, new.prune_steps // 20))
+    return new
+
+def adjusted(r: Recipe, **changes) -> Recipe: # settings to change
+    "Change settings. In a shorter phase, warm-up and gate steps shrink in proportion."
+    for name in set(changes) - {*SETTINGS}:
+        near = get_close_matches(name, SETTINGS, 1)
+        raise ValueError(f'{name}: no such setting' + f'; did you mean {near[0]}?' * bool(near))
+    new = _scaled(r, changes)
+    for part, whole in _PARTS.items():
+        m, n = getattr(new, part), getattr(new, whole)
+        if m > n: raise ValueError(f'{part}={m}: longer than {whole}={n}')
     return new
 
 def get_recipe(name: str, **changes) -> Recipe: # one of RECIPES; settings to change

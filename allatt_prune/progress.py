@@ -42,10 +42,13 @@ def bar(
 ):
     "Go through `steps` and show how far it is. Without `steps`, call `update`."
     silent = not (show and _shown.get()) or 'TQDM_DISABLE' in os.environ
-    how = dict(desc=name, total=total, initial=initial, leave=False, disable=silent)
-    if NOTEBOOK or sys.stderr.isatty(): return tqdm(steps, delay=1, **how)
-    form = '{desc}: {n_fmt} of {total_fmt}{postfix}, about {remaining} left'
-    return Lines(steps, delay=5, mininterval=5, maxinterval=5, bar_format=form, **how)
+    total = len(steps) if total is None and hasattr(steps, '__len__') else total
+    form = '{n_fmt} of {total_fmt}{postfix}, about {remaining} left' if total else '{n_fmt}{postfix}'
+    how = dict(desc=name, total=total, initial=initial, leave=False, disable=silent,
+               unit_scale=(total or 0) > 10_000) # 12.3k
+    if not (NOTEBOOK or sys.stderr.isatty()):
+        return Lines(steps, delay=5, mininterval=5, maxinterval=5, bar_format='{desc}: ' + form, **how)
+    return tqdm(steps, delay=1, bar_format='{desc}: {percentage:3.0f}%|{bar}| ' * bool(total) + form, **how)
 
 def say(text: str):
     "Print a line in a notebook, where a log is not seen, unless progress is switched off."

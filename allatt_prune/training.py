@@ -168,8 +168,9 @@ def record(state: TrainState) -> dict: # ready for JSON
 
 def told(state: TrainState) -> str: # beside a progress bar
     "Loss of the last step and number of open heads."
-    if state.gates is None: return f'{state.loss:.3f} nats'
-    return f'{state.loss:.3f} nats, {state.gates.open_mask().sum()} heads open'
+    words = (state.model.vocab or {}).get('unit') == 'word'
+    loss = f'{state.loss:.3f} nats' if words else f'{Score(state.loss).bits:.3f} bits'
+    return loss if state.gates is None else f'{loss}, {state.gates.open_mask().sum()} heads open'
 
 def train(
     model: LM, corpus: Corpus, recipe: Recipe, gates: nn.Module|None = None, # as for `train_steps`

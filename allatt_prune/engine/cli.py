@@ -193,8 +193,7 @@ class Parser(argparse.ArgumentParser):
 def _takes(name, usual): # steps, and roughly how long they take on two cores of a CPU
     if name != 'prune' or not usual: return ''
     model, r = usual
-    n = r.n_layer * r.d_model * (5*r.d_model + 2*(r.seg_len + r.mem_len + r.n_persistent)) # multiplications a token
-    minutes = r.prune_steps * (.005*r.n_layer + 6*r.batch*r.seg_len*n/7e10) / 60
+    minutes = r.minutes(r.prune_steps)
     return f"; {model}: {r.prune_steps:,} steps, roughly {f'{minutes:.0f} minutes' if minutes < 100 else f'{minutes/60:,.0f} hours'} on a CPU"
 
 def _command(jobs, usual, name, job, does, example, options, settings):

@@ -171,17 +171,29 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
 
 def run(
     recipe: Recipe,
-    corpus: str|None = None, # name or path, for `load_corpus`; None: the recipe's
-    run_dir: str|Path = 'runs/tiny', # new folder, unless `resume`
-    device: str = 'auto', # for `pick_device`
-    cache: str|None = None, # for `load_corpus`
-    *, resume: bool = False, # continue the run in `run_dir`
-    models: tuple = MODELS, # models to make
-    baseline: str|Path|None = None, # folder of a trained baseline; None: train one
-    way: Callable = way, # recipe -> `Way` of choosing heads
-    progress: bool = True # show bars
+    corpus: str|None = None, # None: the recipe's
+    run_dir: str|Path = 'runs/tiny',
+    device: str = 'auto',
+    cache: str|None = None,
+    *, resume: bool = False,
+    models: tuple = MODELS,
+    baseline: str|Path|None = None, # None: train one
+    way: Callable = way,
+    progress: bool = True
 ) -> Result: # rows of the table; a notebook shows the report
-    "Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal."
+    """Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal.
+
+    recipe: all settings, from `get_recipe`
+    corpus: name or path of a text, in place of the recipe's
+    run_dir: new folder for models and report; with `resume`, that of the run
+    device: auto, cpu, cuda or cuda:N
+    cache: folder for prepared texts
+    resume: continue the run in `run_dir`, or give the result of a finished one
+    models: which to make, of baseline, gated, pruned and control
+    baseline: name or folder of a trained model to prune; None: train one
+    way: function of the recipe that returns a `Way` of choosing heads
+    progress: show bars
+    """
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
@@ -213,11 +225,11 @@ def run(
             checkpoint.sweep(run_dir)                          # what killed processes left
             checkpoint.write_file(run_dir/'plan.json', json.dumps(files['plan.json']).encode())
             checkpoint.seal(run_dir, [*files]) # the report is rewritten
-        steps = dict.fromkeys(models, recipe.prune_steps) | dict(baseline=recipe.steps)
-        todo = [f'{name} {steps[name]:,} steps' for name in models
-                if not (run_dir/name).exists() and (name != 'pruned' or mine.choose)]
-        if mine.choose: todo.insert(0, f'heads by {recipe.method}')
-        say(', '.join([*todo, 'then times and losses']))
+        todo = {name: recipe.steps if name == 'baseline' else recipe.prune_steps for name in models
+                if not (run_dir/name).exists() and (name != 'pruned' or mine.choose)}
+        minutes = round(recipe.minutes(sum(todo.values())) + .5)
+        stages = [f'heads by {recipe.method}'] * bool(mine.choose) + [f'{k} {n:,} steps' for k, n in todo.items()]
+        say(f"{', '.join(stages)}, then times and losses: roughly {minutes} minute{'s' * (minutes > 1)} on a CPU")
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)
         nets = [(name, model, z if name == 'gated' else None) for name, model in found.items()]
