@@ -198,6 +198,7 @@ def write_report(
     wrote = [f'    {model:8} | {text}' for model, text in (texts or {}).items()]
     wrote = '\n\n'.join(x.replace('\n', ' ') for x in wrote)
     parts = (f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), legend(rows), PICTURE,
+             'Lines: loss of single batches, and its mean over five records. Circles: loss of the test text.',
              wrote and 'What they write:\n\n' + wrote, setup)
     report = '\n\n'.join(filter(None, parts)) + '\n'
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))
