@@ -161,7 +161,7 @@ def test_the_terminal_goes_away(world): # SIGHUP, and nothing can be printed any
                            start_new_session=True, preexec_fn=own)
     os.close(slave)
     seen = b''
-    while b' nats' not in seen: seen += os.read(master, 1000)                           # the bar is shown
+    while b' bits' not in seen: seen += os.read(master, 1000)                           # the bar is shown
     os.close(master)
     assert job.wait(timeout=60)
     step = checkpoint.newest('hung/checkpoints', 'baseline')[0]['step']
