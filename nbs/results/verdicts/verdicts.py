@@ -13,6 +13,8 @@ from allatt_prune.engine.checkpoint import load, write_file
 from allatt_prune.engine.processes import Stopped
 from allatt_prune.engine.run import run
 from allatt_prune.engine.report import environment
+sys.path.append(str(Path(__file__).resolve().parents[2]/'experiments'))
+from experiment import provenance
 
 PASSAGE = 2_500
 BASELINES = ('allatt_prune/models/tiny-books', 'nbs/results/tiny-books-1', 'nbs/results/tiny-books-2')
@@ -84,7 +86,7 @@ def do(name, recipe, models, baseline):
         model = LM.from_pretrained(folder/m)
         found[m] = dict(passages={s: passages(model, getattr(corpus, s)) for s in ('valid', 'test')}, heads=model.cfg.layer_heads)
     about = dict(name=name, recipe=asdict(recipe), keep=report['keep'], models=found, seconds=report['seconds'],
-                 environment=environment('cpu'))
+                 environment=environment('cpu'), provenance=provenance(__file__, corpus.train, corpus.valid, corpus.test))
     write_file(Path(f'{name}.json'), (json.dumps(about) + '\n').encode())
     bits = {m: round(sum(n for n, _ in x['passages']['test']) / sum(k for _, k in x['passages']['test']) / math.log(2), 4) for m, x in found.items()}
     logging.info(f"{name}: test bits {bits}, {np.sum(report['keep'])} heads kept, {sum(report['seconds'].values())/60:.1f} minutes")
