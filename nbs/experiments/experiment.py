@@ -112,10 +112,10 @@ def interval(
     if passages > 1: square += 1.96**2 * x.mean(0).var(ddof=1) / passages
     return x.mean() + np.array([-1, 1]) * square**.5
 
-def passage_bits(passages: list) -> np.ndarray: # (..., 2) nats and symbols of each passage; (...)
-    "Bits per symbol of each passage."
+def passage_bits(passages: list) -> np.ndarray: # (..., passages, 2) nats and symbols; (..., passages)
+    "Bits of each passage, over the mean number of symbols: their mean is the bits per symbol of the text."
     nats, n = np.moveaxis(np.asarray(passages, float), -1, 0)
-    return nats / n / np.log(2)
+    return nats / n.mean(-1, keepdims=True) / np.log(2)
 
 def each(xs: list[float], form: str) -> str: # format of a number, as for `format`
     "Mean ± standard deviation of three seeds or more; mean and both values of two."
