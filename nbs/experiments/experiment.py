@@ -63,7 +63,7 @@ def recorded(
 def joint(parts: list[dict]) -> dict:
     "Environment and seconds of an experiment in several parts."
     environments = [p['environment'] for p in parts]
-    about = {k: ', '.join(dict.fromkeys(e[k] for e in environments)) for k in environments[0]}
+    about = {k: ', '.join(dict.fromkeys(x for e in environments for x in e[k].split(', '))) for k in environments[0]}
     seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
     return dict(environment=about, seconds=round(sum(seconds)))
 
