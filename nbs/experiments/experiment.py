@@ -37,13 +37,14 @@ def finished(
     run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline, **more)
     return outcome(folder)
 
-def provenance(script: str|Path, *texts: np.ndarray) -> dict[str, str]: # file; ids of the texts it reads
+def provenance(script: str|Path|None, *texts: np.ndarray) -> dict[str, str]: # file; ids of the texts it reads
     "Date, CPU model, script and hashes (SHA-256) of a file of results."
     def sha(*parts): return hashlib.sha256(b''.join(parts)).hexdigest()
-    info, script = Path('/proc/cpuinfo'), Path(script)
+    info = Path('/proc/cpuinfo')
     lines = re.findall(r'(?:cpu family|model|model name|stepping)\s*:\s*(.+)', info.read_text()) if info.exists() else []
-    return dict(date=f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC', cpu=' / '.join(lines[:4]) or 'not recorded', script=script.name,
-                script_sha256=sha(script.read_bytes()), text_sha256=sha(*(np.asarray(t).tobytes() for t in texts)) if texts else 'not recorded')
+    return dict(date=f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC', cpu=' / '.join(lines[:4]) or 'not recorded',
+                script=Path(script).name if script else 'not recorded', script_sha256=sha(Path(script).read_bytes()) if script else 'not recorded',
+                text_sha256=sha(*(np.asarray(t).tobytes() for t in texts)) if texts else 'not recorded')
 
 def recorded(
     file: str|Path, make: Callable[[], dict], # JSON file; runs the experiment
@@ -55,8 +56,7 @@ def recorded(
         file.parent.mkdir(parents=True, exist_ok=True)
         found = make()
         seconds = round(time.monotonic() - since)
-        about = dict(environment=environment(pick_device('auto')), seconds=seconds)
-        if script: about['provenance'] = provenance(script, *texts)
+        about = dict(environment=environment(pick_device('auto')), seconds=seconds, provenance=provenance(script, *texts))
         write_file(file, (json.dumps(about | found) + '\n').encode())
     return json.loads(file.read_text(encoding='utf-8'))
 
