@@ -79,22 +79,6 @@ def made(found: dict) -> str:
     about = found['environment'] | dict(minutes=round(found['seconds']/60))
     return '; '.join(f'{k} {x}' for k, x in about.items())
 
-def sweep(
-    recipe: Recipe, folder: str|Path, # the folder gets a run directory per seed and lambda
-    lams: list[float], # the run of the first one also makes the seed's baseline and control
-    seeds: list[int] = (0,),
-    baseline: str|None = None # trained model to start from, {seed} in place of the seed; None: train one
-) -> dict: # environment, seconds; runs: the `outcome` of each
-    "Baseline, control, and models pruned with several lambdas. Paper, Tables 1 and 2."
-    found = []
-    for seed in seeds:
-        models, start = MODELS, baseline and baseline.format(seed=seed)
-        for lam in map(float, lams):
-            run_dir = Path(folder)/f'{seed}-{lam}'
-            found.append(finished(replace(recipe, seed=seed, lam=lam), run_dir, models, start))
-            if models == MODELS: models, start = ('baseline', 'gated', 'pruned'), run_dir/'baseline'
-    return joint(found) | dict(runs=found)
-
 def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, dict]:
     "The row of a model in each seed; with a lambda, from its run, else from the last run that has it."
     runs = [f for f in found if lam in (None, f['recipe']['lam'])]
