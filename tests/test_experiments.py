@@ -55,12 +55,14 @@ def test_the_first_page_repeats_the_verdicts():
     kept = {t['kept']: t['ms'] for t in RESULTS['figure1']['times']['All-attention']} # 53 % of the time, computed: the page has other shares
     assert dict((name, figure) for name, _, figure in rows)['speed'] == f'{100 * kept[16] / kept[32]:.0f} %'
 
-def test_pages_are_short():
+def test_pages_are_short_and_compute_their_intervals():
     for path in NOTEBOOKS:
         if path.stem in ('pretrained', 'speed'): continue
         cells = read_nb(path).cells
         tables = [t for c in cells if c.cell_type == 'code' for t in re.findall(r'^\|(?:---\|)?(?:---:?\|)+$', printed(c), re.M)]
         assert len(cells) <= 12 and len(tables) <= 2 and all(t.count('---') <= 5 for t in tables), path.stem
+        typed = [m for c in cells if c.cell_type == 'markdown' for m in re.findall(r'\d\.\d+\)? (?:to|±) [-+]?\d', source(c))]
+        assert not typed, (path.stem, typed) # intervals are computed
 
 HEADS = ', the heads of leave_one_out'
 

@@ -84,7 +84,7 @@ def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, 
     runs = [f for f in found if lam in (None, f['recipe']['lam'])]
     return {f['recipe']['seed']: r for f in runs for r in f['rows'] if r['model'] == model}
 
-T = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262))) # Student's t, 97.5 %, by seeds
+T = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262))) # Student's t, 97.5 %, by seeds; of more than ten, that of ten
 
 def interval(
     x: np.ndarray # paired differences (seeds, passages)
@@ -92,7 +92,7 @@ def interval(
     "95 % interval of the mean: Student's t over the seeds and the normal quantile over the passages, added in squares."
     (seeds, passages), square = x.shape, 0.
     if max(seeds, passages) == 1: raise ValueError(f'x.shape={x.shape}: nothing varies; give seeds or passages')
-    if seeds > 1: square += T[seeds]**2 * x.mean(1).var(ddof=1) / seeds
+    if seeds > 1: square += T[min(seeds, 10)]**2 * x.mean(1).var(ddof=1) / seeds
     if passages > 1: square += 1.96**2 * x.mean(0).var(ddof=1) / passages
     return x.mean() + np.array([-1, 1]) * square**.5
 
