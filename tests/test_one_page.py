@@ -1,5 +1,5 @@
 "The page that holds the whole method: its promises of size, of standing alone, and of opening with what it computes."
-import ast, json, re
+import ast, json, re, statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,9 @@ def test_random_heads_cost_what_it_says():
         gained += [gates['bits']['page'] - x['bits']['page'] for x in others]
         costs.append(f"{gates['bits']['page'] - control['bits']['page']:.3f}")
     assert 'With two other seeds it was {} and {} on this text'.format(*costs[1:]) in TEXT
+    by_seed = [sum(gained[i:i+3]) / 3 for i in (0, 3, 6)]
+    half = 4.303 * statistics.stdev(by_seed) / 3**.5 # Student's t, three seeds
+    assert '95 % interval is {:.3f} to {:.3f}, which holds 0'.format(statistics.mean(by_seed) - half, statistics.mean(by_seed) + half) in TEXT
     less, cases, bits = re.search(r'in (\d) of (\d) trials, by ([\d.]+) bits', TEXT).groups()
     assert (int(less), int(cases)) == (sum(x > 0 for x in gained), len(gained)) and float(bits) == round(sum(gained) / len(gained), 3)
 

@@ -60,7 +60,7 @@ def test_every_floor_has_its_reference(site):
         assert re.search(rf'def {name}\(.+?# ', page, re.S)
     method = re.sub('<[^>]+>', '', (site/'api'/'method.html').read_text(encoding='utf-8'))
     assert 'def open_mask(self)' in method and 'unit: str' in method # what classes contain
-    assert 'tag_hide-input' in (site/'experiments'/'best.html').read_text(encoding='utf-8')
+    assert 'tag_hide-input' in (site/'experiments'/'which_heads.html').read_text(encoding='utf-8')
 
 def test_search_knows_the_texts(site):
     index = (site/'searchindex.js').read_text(encoding='utf-8')

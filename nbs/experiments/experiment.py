@@ -1,8 +1,9 @@
 """Shared helpers of the experiments: runs, sweeps, result files"""
 
-import json, os, statistics, time
+import hashlib, json, os, re, statistics, time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 import numpy as np, torch
 from allatt_prune.engine.checkpoint import load, read, verify, write_file
@@ -36,8 +37,18 @@ def finished(
     run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline, **more)
     return outcome(folder)
 
+def provenance(script: str|Path|None, *texts: np.ndarray) -> dict[str, str]: # file; ids of the texts it reads
+    "Date, CPU model, script and hashes (SHA-256) of a file of results."
+    def sha(*parts): return hashlib.sha256(b''.join(parts)).hexdigest()
+    info = Path('/proc/cpuinfo')
+    lines = re.findall(r'(?:cpu family|model|model name|stepping)\s*:\s*(.+)', info.read_text()) if info.exists() else []
+    return dict(date=f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC', cpu=' / '.join(lines[:4]) or 'not recorded',
+                script=Path(script).name if script else 'not recorded', script_sha256=sha(Path(script).read_bytes()) if script else 'not recorded',
+                text_sha256=sha(*(np.asarray(t).tobytes() for t in texts)) if texts else 'not recorded')
+
 def recorded(
-    file: str|Path, make: Callable[[], dict] # JSON file; runs the experiment
+    file: str|Path, make: Callable[[], dict], # JSON file; runs the experiment
+    script: str|Path|None = None, texts: tuple = () # as for `provenance`
 ) -> dict: # its results, with environment (hardware, versions, commit) and seconds
     "Results from a file; if there is none, make them and write it."
     file, since = Path(file), time.monotonic()
@@ -45,14 +56,14 @@ def recorded(
         file.parent.mkdir(parents=True, exist_ok=True)
         found = make()
         seconds = round(time.monotonic() - since)
-        about = dict(environment=environment(pick_device('auto')), seconds=seconds)
+        about = dict(environment=environment(pick_device('auto')), seconds=seconds, provenance=provenance(script, *texts))
         write_file(file, (json.dumps(about | found) + '\n').encode())
     return json.loads(file.read_text(encoding='utf-8'))
 
 def joint(parts: list[dict]) -> dict:
     "Environment and seconds of an experiment in several parts."
     environments = [p['environment'] for p in parts]
-    about = {k: ', '.join(dict.fromkeys(e[k] for e in environments)) for k in environments[0]}
+    about = {k: ', '.join(dict.fromkeys(x for e in environments for x in e[k].split(', '))) for k in environments[0]}
     seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
     return dict(environment=about, seconds=round(sum(seconds)))
 
@@ -68,45 +79,27 @@ def made(found: dict) -> str:
     about = found['environment'] | dict(minutes=round(found['seconds']/60))
     return '; '.join(f'{k} {x}' for k, x in about.items())
 
-def sweep(
-    recipe: Recipe, folder: str|Path, # the folder gets a run directory per seed and lambda
-    lams: list[float], # the run of the first one also makes the seed's baseline and control
-    seeds: list[int] = (0,),
-    baseline: str|None = None # trained model to start from, {seed} in place of the seed; None: train one
-) -> dict: # environment, seconds; runs: the `outcome` of each
-    "Baseline, control, and models pruned with several lambdas. Paper, Tables 1 and 2."
-    found = []
-    for seed in seeds:
-        models, start = MODELS, baseline and baseline.format(seed=seed)
-        for lam in map(float, lams):
-            run_dir = Path(folder)/f'{seed}-{lam}'
-            found.append(finished(replace(recipe, seed=seed, lam=lam), run_dir, models, start))
-            if models == MODELS: models, start = ('baseline', 'gated', 'pruned'), run_dir/'baseline'
-    return joint(found) | dict(runs=found)
-
 def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, dict]:
     "The row of a model in each seed; with a lambda, from its run, else from the last run that has it."
     runs = [f for f in found if lam in (None, f['recipe']['lam'])]
     return {f['recipe']['seed']: r for f in runs for r in f['rows'] if r['model'] == model}
 
+T = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262))) # Student's t, 97.5 %, by seeds; of more than ten, that of ten
+
 def interval(
-    x: np.ndarray, n: int = 10_000 # paired differences (seeds, passages); draws
-) -> np.ndarray: # (2,)
-    "95 % bootstrap interval of the mean: seeds and passages are drawn again, with replacement."
-    g = np.random.default_rng(0)
-    rows, columns = g.integers(len(x), size=(n, len(x))), g.integers(x.shape[1], size=(n, x.shape[1]))
-    return np.percentile([x[r][:, c].mean() for r, c in zip(rows, columns)], [2.5, 97.5])
+    x: np.ndarray # paired differences (seeds, passages)
+) -> np.ndarray: # (2,); of one seed only what passages vary, of one passage only what seeds vary
+    "95 % interval of the mean: Student's t over the seeds and the normal quantile over the passages, added in squares."
+    (seeds, passages), square = x.shape, 0.
+    if max(seeds, passages) == 1: raise ValueError(f'x.shape={x.shape}: nothing varies; give seeds or passages')
+    if seeds > 1: square += T[min(seeds, 10)]**2 * x.mean(1).var(ddof=1) / seeds
+    if passages > 1: square += 1.96**2 * x.mean(0).var(ddof=1) / passages
+    return x.mean() + np.array([-1, 1]) * square**.5
 
-def passage_bits(passages: list) -> np.ndarray: # (..., 2) nats and symbols of each passage; (...)
-    "Bits per symbol of each passage."
+def passage_bits(passages: list) -> np.ndarray: # (..., passages, 2) nats and symbols; (..., passages)
+    "Bits of each passage, over the mean number of symbols: their mean is the bits per symbol of the text."
     nats, n = np.moveaxis(np.asarray(passages, float), -1, 0)
-    return nats / n / np.log(2)
-
-def by_t(x: np.ndarray) -> np.ndarray: # of three seeds, as for `interval`; (2,)
-    "95 % interval of the mean by Student's t over the seeds."
-    assert len(x) == 3 # 4.303 is for two degrees of freedom
-    m = x.mean(1)
-    return m.mean() + np.array([-1, 1]) * 4.303 * m.std(ddof=1) / 3**.5
+    return nats / n.mean(-1, keepdims=True) / np.log(2)
 
 def each(xs: list[float], form: str) -> str: # format of a number, as for `format`
     "Mean ± standard deviation of three seeds or more; mean and both values of two."
@@ -131,16 +124,31 @@ def arm_costs(
 
 def result(name: str): # name of a file of results, without .json
     return json.loads((Path(__file__).parent.parent/f'results/{name}.json').read_text(encoding='utf-8'))
-def between(x: np.ndarray) -> str: return '{:.3f} to {:.3f}'.format(*interval(x))
+def unclear(x: np.ndarray, note: str = ' (no clear difference)') -> str: # as for `interval`
+    "A note if the interval holds 0."
+    low, high = interval(x)
+    return note if low <= 0 <= high else ''
 
-def saved(name: str, arm: str) -> str: # of choice
-    "Share saved of what random heads cost, after 1,500 steps, and in how many cases."
+def between(x: np.ndarray) -> str: # as for `interval`
+    "An interval in words, which says where it holds 0."
+    return '{:.3f} to {:.3f}'.format(*interval(x)) + unclear(x)
+
+def short_costs(name: str, split: str = 'test') -> dict[str, np.ndarray]: # choice-after or choice-word; (seeds, lambdas)
+    "Score of each choice of heads minus the control's, after 1,500 steps; of random heads the mean over the draws."
     found, cost = result(name), {}
-    control = [c['rows'][1]['test'] for c in found['controls']]
-    for x in found['runs']: cost.setdefault((x['arm'].split()[0], x['seed'], x['lam']), []).append(x['test'] - control[x['seed']])
-    seeds, lams = (sorted({k[i] for k in cost}) for i in (1, 2))
-    mine, chance = (np.array([[np.mean(cost[a, s, lam]) for lam in lams] for s in seeds]) for a in (arm, 'random'))
-    return f'{1 - (mine.sum(1) / chance.sum(1)).mean():.0%} (less in {(mine < chance).sum()} of {mine.size} cases)'
+    control = [c['rows'][1][split] for c in found['controls']]
+    for x in found['runs']: cost.setdefault(x['arm'].split()[0], {}).setdefault((x['seed'], x['lam']), []).append(x[split] - control[x['seed']])
+    return {arm: np.reshape([np.mean(of[k]) for k in sorted(of)], (len(control), -1)) for arm, of in cost.items()}
+
+def shares_saved(name: str, arm: str, split: str = 'test') -> np.ndarray: # (seeds, 1)
+    "Share that a choice saves of what random heads cost, by seed."
+    cost = short_costs(name, split)
+    return 1 - cost[arm].sum(1, keepdims=True) / cost['random'].sum(1, keepdims=True)
+
+def saved(name: str, arm: str, split: str = 'test') -> str:
+    "Share saved and its interval over the seeds."
+    x = shares_saved(name, arm, split)
+    return '{:.0%} ({:.0f} to {:.0f})'.format(x.mean(), *(100 * interval(x)))
 
 def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
     "Bits of the pruned models of three seeds, trained on for 12,000 steps."
@@ -156,35 +164,36 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     def correct(m): return np.concatenate([right(r) for r in parts['minilm-classifier']['runs'] if (r['method'], r.get('rate')) == (m, .5)])
     def tuned(m, text): return np.array(parts[f'tuned-{m}-0.2'][text])[None]
     after = {r['method']: right(r) for r in parts['minilm-tuned']['tuned']}
-    whole = np.mean(parts['whole']['runs'][0]['test'])
+    whole, minutes = np.mean(parts['whole']['runs'][0]['test']), parts['score-leave_one_out']['seconds'] / 60
 
-    choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('choice', 'pretrained'))
+    choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
     a, b, share = 'choice-after', 'choice-word', lambda *which: saved(*which).split()[0]
     if brief: return markdown(['my model', 'use', 'because'], [
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
-         f"on characters, its heads cost {share(a, 'leave_one_out')} less than random heads, those of gates {share(a, 'gates')} less (after 1,500 steps of fine-tuning); on words neither is sure to help ({choice})"],
+         f"on characters, its heads cost {share(a, 'leave_one_out')} less than random heads, those of gates {share(a, 'gates')} less (after 1,500 steps of fine-tuning); on words the text decides: *leave_one_out* costs {share(b, 'leave_one_out')} less on test text, {share(b, 'leave_one_out', 'valid')} less on validation text ({choice})"],
         ['a decoder from transformers', 'gates if you have minutes, else *gradient*',
-         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}, but in {parts['score-leave_one_out']['seconds'] / 60:.0f} minutes; {pretrained})"],
+         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}{unclear(decoder('leave_one_out') - decoder('gates'), ', no clear difference')}, but in {minutes:.0f} minutes; {pretrained})"],
         ['an encoder', 'gates if you have minutes, else *output_difference*',
-         f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
+         f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}{unclear(encoder('gates') - encoder('output_difference'))}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
     rows = [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
-         f"it has saved {saved(a, 'leave_one_out')} of what random heads cost on characters, gates {saved(a, 'gates')}; "
-         f"on words {saved(b, 'leave_one_out')} and {saved(b, 'gates')}, so neither is sure to help there", choice],
+         f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
+         f"{saved(b, 'leave_one_out')} of test and {saved(b, 'leave_one_out', 'valid')} of validation text, gates {saved(b, 'gates')} and {saved(b, 'gates', 'valid')}", choice],
         ['', 'minutes', 'the same on characters; on words, heads that gates close in 2,400 earlier steps, then the weights of before (*rewound*)',
-         f"words: they save {saved(b, 'rewound')}", choice],
+         f"words: they save {saved(b, 'rewound')} of test and {saved(b, 'rewound', 'valid')} of validation text", choice],
         ['', 'hours to train', '*leave_one_out* (tried on characters)',
-         f"after 12,000 steps it is {between(verdict_bits('gates') - verdict_bits('leave_one_out'))} bits per character better than gates", choice],
+         f"bits per character that it is better than gates after 12,000 steps: {between(verdict_bits('gates') - verdict_bits('leave_one_out'))}", choice],
         ['a decoder from transformers', 'seconds', '*gradient*',
          f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
-        ['', 'minutes', 'gates', f"it loses {between(decoder('leave_one_out') - decoder('gates'))} nats less than with *leave_one_out*, the best score", pretrained],
+        ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(decoder('gradient') - decoder('gates'))}, "
+         f"than with *leave_one_out*, which takes {minutes:.0f} minutes: {between(decoder('leave_one_out') - decoder('gates'))}", pretrained],
         ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
          f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
         ['an encoder', 'seconds', '*output_difference*',
          f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
-        ['', 'minutes', 'gates', f"accuracy {between(correct('gates') - correct('leave_one_out'))} above *leave_one_out* as a classifier; "
-         f"as an encoder cosine {encoder('gates').mean():.2f} and {encoder('leave_one_out').mean():.2f}", pretrained],
-        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: after it, gates are {between(after['gates'] - after['gradient'])} more accurate: no clear difference", pretrained]]
+        ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(correct('gates') - correct('leave_one_out'))}; "
+         f"cosine as an encoder: {between(encoder('gates') - encoder('leave_one_out'))}", pretrained],
+        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: accuracy of gates above it: {between(after['gates'] - after['gradient'])}", pretrained]]
     return markdown(['my model', 'I have', 'use', 'because', 'see'], rows, text=5)
 
 BESIDE = dict(loc='center left', bbox_to_anchor=(1.02, .5), fontsize=8, frameon=False)

@@ -28,4 +28,4 @@ def full_step(name, batch, vocab, **changes): # forward, backward, optimizer; mi
 
 def full_steps(): return dict(steps=[full_step(name, b, vocab) for name, vocab in VOCABULARY.items() for b in BATCHES])
 
-if __name__ == '__main__': recorded(Path(__file__).with_suffix('.json'), full_steps)
+if __name__ == '__main__': recorded(Path(__file__).with_suffix('.json'), full_steps, __file__)

@@ -6,6 +6,8 @@ import json, os, subprocess, sys, tempfile
 from pathlib import Path
 import numpy as np
 from allatt_prune.engine.report import environment
+sys.path.append(str(Path(__file__).resolve().parents[1]/'experiments'))
+from experiment import provenance
 
 def zipf_text(path, tokens, words=267_733, seed=0): # WikiText's format, 57 words per line on average
     rng, letters = np.random.default_rng(seed), 'abcdefghijklmnopqrstuvwxyz'
@@ -39,5 +41,5 @@ def measure(folder):
 
 if __name__ == '__main__':
     with tempfile.TemporaryDirectory() as folder: rows = [*measure(folder)]
-    found = dict(environment=environment('cpu') | dict(numpy=np.__version__), rows=rows)
+    found = dict(environment=environment('cpu') | dict(numpy=np.__version__), provenance=provenance(__file__), rows=rows)
     Path(__file__).with_suffix('.json').write_text(json.dumps(found, indent=1) + '\n')

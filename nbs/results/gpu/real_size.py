@@ -17,6 +17,7 @@ from allatt_prune.importance import keep_mask, score
 from allatt_prune.remove import remove_heads
 from allatt_prune.repair import scaled
 from allatt_prune.engine.report import environment
+from experiment import provenance # of nbs/experiments, which PYTHONPATH names
 from allatt_prune.training import train_steps
 from allatt_prune.engine.run import way
 
@@ -85,7 +86,8 @@ if __name__ == '__main__':
                    optimizer='adamw', dtype='bfloat16', seed=int(given.seed), steps=n, warmup=n//20, lr=2e-3, prune_steps=n//2,
                    prune_warmup=n//40, prune_lr=1.3e-3, gate_steps=n//10, lam_warmup=n//40, gate_lr=.02)
     corpus, found = load(given.text), []
-    about = dict(recipe=asdict(r), predicted=PREDICTED, environment=environment('cuda') | dict(commit=given.commit), passage=PASSAGE)
+    about = dict(recipe=asdict(r), predicted=PREDICTED, environment=environment('cuda') | dict(commit=given.commit), passage=PASSAGE,
+                 provenance=provenance(__file__, corpus.train, corpus.valid, corpus.test))
     for name, model, curve, seconds in models(corpus, r):
         bits = passages(model, corpus.test)
         found.append(dict(model=name, heads=model.cfg.layer_heads, blocks=count_params(model)['blocks'], bits=sum(bits)/len(bits),

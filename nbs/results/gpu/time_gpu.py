@@ -14,6 +14,7 @@ from allatt_prune.cost import count_macs
 from allatt_prune.engine import fused
 from allatt_prune import LM
 from allatt_prune.engine.report import environment
+from experiment import provenance # of nbs/experiments, which PYTHONPATH names
 from allatt_prune.timing import in_turns, segment_job, train_job
 
 UNEVEN = [8, 3, 7, 6, 6, 6, 6, 7, 6, 7, 8, 8, 7, 8, 7, 6] # heads kept in each layer, one in six removed
@@ -76,7 +77,7 @@ def writing(name, cfg, n=64): # tokens per second of all streams
     return rows
 
 def save(): Path(sys.argv[1]).write_text(json.dumps(dict(environment=environment('cuda') | dict(commit=sys.argv[2]), seconds=round(time.time() - began),
-    tflops=[TFLOPS, rate()], rows=rows, written=written)))
+    tflops=[TFLOPS, rate()], provenance=provenance(__file__), rows=rows, written=written)))
 
 began, TFLOPS, small, rows, written = time.time(), rate(), '--small' in sys.argv, [], []
 r, batch = get_recipe('wt103', cutoffs=[], **dict(n_layer=2) if small else {}), get_recipe('wt103').batch

@@ -1,11 +1,13 @@
 """The page against random heads: python random_heads.py SEED -> SEED.json, in about two minutes.
 Runs the cells of one_page.ipynb up to the gated model with another seed, then trains the baseline for the same
 300 steps with random heads closed from the first step: as many in each layer (twice), and as many in all.
-Predicted before the first run: random heads cost no more than those that gates close in most of nine cases."""
+Expected: random heads cost no more than those that gates close in most of nine cases."""
 import copy, json, sys, time
 from pathlib import Path
 import torch
 from allatt_prune.engine.report import environment
+sys.path.append(str(Path(__file__).resolve().parents[2]/'experiments'))
+from experiment import provenance
 
 seed, since = int(sys.argv[1]), time.monotonic()
 page = json.loads((Path(__file__).parent.parent.parent/'one_page.ipynb').read_text(encoding='utf-8'))['cells']
@@ -32,5 +34,6 @@ for name, model, mask in models:
     found = {part: bits(model, corpus.test[a:b]) for part, (a, b) in dict(page=(60_000, 90_000), first=(0, 30_000)).items()}
     rows.append(dict(model=name, heads=None if mask is None else mask.sum(1).tolist(), bits=found))
     print(rows[-1], flush=True)
-about = dict(environment=environment('cpu'), seconds=round(time.monotonic() - since), seed=seed)
+about = dict(environment=environment('cpu'), seconds=round(time.monotonic() - since), seed=seed,
+             provenance=provenance(__file__, corpus.train, corpus.valid, corpus.test))
 Path(f'{seed}.json').write_text(json.dumps(about | dict(rows=rows), indent=1) + '\n')

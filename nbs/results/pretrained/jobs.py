@@ -173,6 +173,6 @@ if __name__ == '__main__':
     for name, f in dict(plan=plan, tuning=tuning, scores=only_scores, time=timing)[which](jobs, folder):
         if not fnmatch(name, only): continue
         since = time.time()
-        try: recorded(folder/f'{name}.json', f)
+        try: recorded(folder/f'{name}.json', f, __file__)
         except FileNotFoundError as e: print(name, 'waits for', e); continue
         print(time.strftime('%H:%M'), name, round(time.time() - since), flush=True)

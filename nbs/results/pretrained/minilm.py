@@ -101,5 +101,5 @@ if __name__ == '__main__':
     m = MiniLM(data, folder)
     for name in ('classifier', 'encoder', 'tuned'):
         since = time.time()
-        recorded(folder/f'minilm-{name}.json', getattr(m, name))
+        recorded(folder/f'minilm-{name}.json', getattr(m, name), __file__)
         print(time.strftime('%H:%M'), name, round(time.time() - since), flush=True)

@@ -1,6 +1,7 @@
 """Intervals for the verdicts: trainings whose loss is kept for each passage.    python verdicts.py REPO --until 14:25 [--list]
 
-Run it in a folder that holds books8-small and books-word-small. It does the jobs of `jobs()` in their order, skips those that have
+Run it in a folder that holds books8-small and books-word-small; REPO needs the baselines of seeds 1 and 2, which commit a6e696c has
+(git checkout a6e696c -- nbs/results/tiny-books{,-word}-{1,2}). It does the jobs of `jobs()` in their order, skips those that have
 a file of results, goes on with half-done ones, and can run twice at once: a job is locked while it is worked on."""
 import argparse, datetime, json, logging, math, os, signal, sys, threading, time
 from dataclasses import asdict, replace
@@ -13,6 +14,8 @@ from allatt_prune.engine.checkpoint import load, write_file
 from allatt_prune.engine.processes import Stopped
 from allatt_prune.engine.run import run
 from allatt_prune.engine.report import environment
+sys.path.append(str(Path(__file__).resolve().parents[2]/'experiments'))
+from experiment import provenance
 
 PASSAGE = 2_500
 BASELINES = ('allatt_prune/models/tiny-books', 'nbs/results/tiny-books-1', 'nbs/results/tiny-books-2')
@@ -22,7 +25,6 @@ SHORT = dict(prune_steps=3_000, prune_warmup=150, gate_steps=1_200, lam_warmup=3
 WITHOUT = {'warmup': dict(lam_warmup=0), 'init': dict(gate_init=0.), 'scale': dict(output_scale=False)}
 VARIANTS = dict(all={}, **WITHOUT, none={k: x for v in WITHOUT.values() for k, x in v.items()})
 GATED, ALONE = ('baseline', 'gated', 'pruned'), ('baseline', 'pruned')
-SIZES = {'4x6': {}, '4x12': dict(n_head=12), '8x12': dict(n_head=12, n_layer=8)} # the width stays 96: heads of width 16 and 8
 
 def jobs(repo): # name, recipe, models, baseline; in order of importance
     table3 = json.loads((repo/'nbs/results/table3.json').read_text())
@@ -38,14 +40,6 @@ def jobs(repo): # name, recipe, models, baseline; in order of importance
             for method in ('leave_one_out', 'random'):
                 r = replace(BOOKS, seed=seed, method=method, sparsity=1 - float(np.mean(gates['keep'])), repair='scaled', score_tokens=20_000)
                 yield f'{method}-0.08-{seed}', r, ALONE, repo/BASELINES[seed]
-    for size, shape in SIZES.items(): # more heads to choose from, 40 % removed, one baseline each; a third of the steps, as 8x12 is slow
-        r = replace(BOOKS, sparsity=.4, steps=8_000, warmup=400, **SHORT | shape)
-        yield f'heads-{size}-whole', r, ('baseline',), None
-        if result(f'heads-{size}-whole'):
-            base, alone = Path(f'heads-{size}-whole/baseline'), dict(repair='scaled', score_tokens=20_000)
-            yield f'heads-{size}-gates', r, GATED, base
-            yield f'heads-{size}-leave_one_out', replace(r, method='leave_one_out', **alone), ALONE, base
-            for seed in range(3): yield f'heads-{size}-random-{seed}', replace(r, method='random', seed=seed, **alone), ALONE, base
     for lam in (.06, .15): # Table 2, the other lambdas
         for seed in range(3): yield f'gates-{lam}-{seed}', replace(BOOKS, seed=seed, lam=lam), GATED, repo/BASELINES[seed]
     for seed in range(3): # best, as many heads as the gates of the middle lambda kept, with its whole model
@@ -84,7 +78,7 @@ def do(name, recipe, models, baseline):
         model = LM.from_pretrained(folder/m)
         found[m] = dict(passages={s: passages(model, getattr(corpus, s)) for s in ('valid', 'test')}, heads=model.cfg.layer_heads)
     about = dict(name=name, recipe=asdict(recipe), keep=report['keep'], models=found, seconds=report['seconds'],
-                 environment=environment('cpu'))
+                 environment=environment('cpu'), provenance=provenance(__file__, corpus.train, corpus.valid, corpus.test))
     write_file(Path(f'{name}.json'), (json.dumps(about) + '\n').encode())
     bits = {m: round(sum(n for n, _ in x['passages']['test']) / sum(k for _, k in x['passages']['test']) / math.log(2), 4) for m, x in found.items()}
     logging.info(f"{name}: test bits {bits}, {np.sum(report['keep'])} heads kept, {sum(report['seconds'].values())/60:.1f} minutes")
