@@ -1,7 +1,7 @@
 __version__ = "0.1.0"
 
 _HOMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', remove_heads='remove',
-              get_recipe='config', train='training', evaluate='training', text_for='engine.run')
+              get_recipe='config', train='training', evaluate='training', text_for='engine.run', run='engine.run')
 __all__ = [*_HOMES]
 
 def __getattr__(name): # loaded when asked for, as PyTorch is slow

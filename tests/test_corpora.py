@@ -253,7 +253,7 @@ def test_a_text_that_changes_while_it_is_read(home, monkeypatch):
 BAD = [ # what is there, the corpus that is asked for, what the message must say
     ({'a.txt': TEXT.encode() + b'caf\xe9'}, 'a.txt', 'Latin-1: iconv -f LATIN1 -t UTF-8'),
     ({'a.txt': b'\xff\xfea\0b\0'}, 'a.txt', 'cannot be read as UTF-8'),
-    ({}, 'none', 'corpus=none: no such file or folder of .txt or .md files, nor one of pydocs, wikitext-103'),
+    ({}, 'none', 'corpus=none: no such file, no folder with .txt or .md files, nor one of pydocs, wikitext-103'),
     ({'d/e': TEXT}, 'd', 'unit raw also reads a folder of code'),
     ({'d/train.txt': TEXT, 'd/test.txt': TEXT}, 'd', 'no valid.txt'),
     ({'a.txt.xz': lzma.compress(TEXT.encode())[:-9]}, 'a.txt.xz', 'cannot be read'),

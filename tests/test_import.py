@@ -25,7 +25,7 @@ def test_a_mistake_is_one_line_without_slow_libraries():
         done = python('-c', f"import sys; sys.argv[1:] = {words.split()}\nfrom allatt_prune.engine.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)")
         assert (done.returncode, done.stdout) == (2, 'False\n') and done.stderr.startswith(f'allatt-prune: error: {said}') and done.stderr.count('\n') == 1
 
-NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='training', evaluate='training', remove_heads='remove', text_for='engine.run')
+NAMES = dict(LM='model', LMConfig='config', HeadGates='gates', load_corpus='engine.corpora', get_recipe='config', train='training', evaluate='training', remove_heads='remove', text_for='engine.run', run='engine.run')
 
 def test_public_names_are_those_of_their_modules():
     everything = {}

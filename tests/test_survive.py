@@ -352,7 +352,7 @@ def test_a_resumed_run_makes_all_models_that_it_was_to_make(world, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stopped, match='stopped by SIGTERM') as e:
         after_steps(patch, lambda phase, t: os.kill(os.getpid(), signal.SIGTERM) if phase == 'gated' and t.step == 5 else None)
         go('remembers')
-    assert 'resume=True' in ''.join(e.value.__notes__)
+    assert 'resume=True' in str(e.value)
     rows = go('remembers', resume=True, models=MODELS[:1])
     assert [r['model'] for r in rows] == [*MODELS] and same(world/'remembers', world/'done')
     with pytest.raises(ValueError, match='remembers: a run; give one of its models, as remembers/pruned'): LM.from_pretrained('remembers')

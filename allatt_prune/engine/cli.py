@@ -161,7 +161,7 @@ COMMON = dict(cache=(str, 'folder for corpora (default: ALLATT_PRUNE_CACHE, or ~
 COMMANDS = dict( # function, help, example, own options, recipe fields among the options
     run=(_train, 'train, prune, evaluate and time', 'tiny --lam 0.2 --seed 1', _RECIPE | _RUN, SETTINGS),
     train=(_train, 'train a baseline', 'text8 --batch 16', _RECIPE | _RUN, SETTINGS),
-    prune=(_train, 'remove heads from a trained model, fine-tune', 'tiny-books --sparsity 0.4 --prune-steps 150', dict(
+    prune=(_train, 'remove heads from a trained model, fine-tune', 'tiny-books --method leave_one_out --sparsity 0.4 --prune-lr 0.004 --prune-steps 300', dict(
         **_MODEL, **_RUN, recipe=(str, 'recipe to start from (default: the recipe of the model)'),
         control=(False, 'also train the control: all heads, as many steps')), {*SETTINGS} - GIVEN),
     evaluate=(_evaluate, 'evaluate a model on a text', 'runs/tiny --split test', dict(
@@ -228,12 +228,16 @@ def _own_process(): # warnings in one line; ? for characters the terminal lacks
     logging.basicConfig(format='%(message)s')
     logging.getLogger('allatt_prune').setLevel(logging.INFO)
 
+def _stored(folder): return Recipe.stored(json.loads((folder/'recipe.json').read_bytes()))
+
 def _shown(words): # `prune MODEL --help` shows the values of that model; read here, without torch
     if words[:1] != ['prune'] or not {'-h', '--help'} & {*words} or words[1].startswith('-'): return None
     path, shipped = Path(words[1]), Path(allatt_prune.__file__).parent/'models'/words[1]
     for folder in (path/'baseline', path, shipped):
         with suppress(OSError, TypeError, ValueError):
-            return words[1], Recipe.stored(json.loads((folder/'recipe.json').read_bytes()))
+            r, corpus = _stored(folder), 'pydocs'
+            with suppress(OSError): corpus = _stored(folder.resolve().parent).corpus # of its run
+            return words[1], replace(r, corpus=corpus)
 
 def main(argv: list[str]|None = None): # None: the arguments of the process
     "Run the command `allatt-prune`."
@@ -248,7 +252,7 @@ def main(argv: list[str]|None = None): # None: the arguments of the process
     except KeyboardInterrupt as e:
         hint = 'run the command again'
         if 'resume' in args: hint = f'to continue: allatt-prune {args.command} --resume --run-dir {_run_dir(args)}'
-        _fail(f"{str(e) or 'stopped'}; {hint}", 128 + getattr(e, 'signum', signal.SIGINT))
+        _fail(f"{str(e).partition(';')[0] or 'stopped'}; {hint}", 128 + getattr(e, 'signum', signal.SIGINT))
     except Exception as e:
         if args.debug: raise
         usage = isinstance(e, ValueError) and not isinstance(e, DataError)

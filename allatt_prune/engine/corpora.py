@@ -85,7 +85,7 @@ def _find(name, unit): # one or three lists of files, default unit
     if path.is_file(): return [[path]], 'char'
     if found := _splits(path): return found
     if path.is_dir() and (found := _texts(path, unit == 'raw')): return [found], 'char'
-    raise DataError(f'corpus={name}: no such file or folder of .txt or .md files, nor one of pydocs, '
+    raise DataError(f'corpus={name}: no such file, no folder with .txt or .md files, nor one of pydocs, '
                     + ', '.join(SOURCES) + '; unit raw also reads a folder of code')
 
 # %% ../../nbs/engine/03_corpora.ipynb #0e9e56d9

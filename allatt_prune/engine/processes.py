@@ -15,8 +15,7 @@ from ..data import Streams
 class Stopped(KeyboardInterrupt):
     "A signal ended the job. Training saves its state first."
     def __init__(self, signum: int):
-        super().__init__(f'stopped by {signal.Signals(signum).name}')
-        self.add_note('a run goes on from here with resume=True') # a traceback shows it
+        super().__init__(f'stopped by {signal.Signals(signum).name}; a run goes on from here with resume=True')
         self.signum = signum
 
 class Signals:

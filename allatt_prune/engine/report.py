@@ -75,7 +75,8 @@ def summary(rows: list[dict]) -> str: # from `measure`
     whole, pruned, control = by['baseline'], by['pruned'], by.get('control')
     n, gone = whole['heads'], whole['heads'] - pruned['heads']
     blocks, total, time = (1 - pruned[k] / whole[k] for k in ('blocks', 'params', 'ms'))
-    name, digits = ('Perplexity', 2) if whole['unit'] == 'word' else ('Bits per character', 3)
+    name, unit, digits = ('Perplexity', '', 2) if whole['unit'] == 'word' else ('Bits per character', ' bits', 3)
+    before, after = (round(x['test'], digits) for x in (whole, pruned)) # as they are shown
     faster = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time per segment"
     if abs(whole['ms'] - pruned['ms']) < (whole['spread'] + pruned['spread']) / 2: # the ± overlap
         faster = 'any difference in time is within the noise'
@@ -83,11 +84,12 @@ def summary(rows: list[dict]) -> str: # from `measure`
              f"({total:.0%} of all), {faster}.")
     if not gone: saved = (f'Pruned 0 of {n} heads: no gate closed. A larger --lam, --gate-lr or '
                           '--gate-steps closes some, --sparsity a given share.')
-    loss = f"{name} of test text: {whole['test']:.{digits}f} before, {pruned['test']:.{digits}f} after"
-    if control: loss += (f", {control['test']:.{digits}f} for the control; "
-                         f"pruning cost {pruned['test'] - control['test']:+.{digits}f}")
-    worse = ' Warning: worse than before. Too few steps, or a text too small or unlike what the model has learned?'
-    return f"{saved} {loss}.{worse * (pruned['test'] > whole['test'])}"
+    loss = f'{name} of test text: {before:.{digits}f} before, {after:.{digits}f} after'
+    if control:
+        also = round(control['test'], digits)
+        loss += f', {also:.{digits}f} for the control: pruning cost {after - also:.{digits}f}{unit}'
+    worse = ' Warning: worse than before. Remove fewer heads, or train for more steps.'
+    return f'{saved} {loss}.{worse * (after > before)}'
 
 # %% ../../nbs/engine/07_report.ipynb #10c34949
 def _commit(): # of the package; unknown outside its own clone
@@ -120,7 +122,7 @@ class Result(list):
 
 PICTURE = '![loss of each model, gates, and heads that stay](report.png)'
 
-COLOURS = dict(baseline='C7', gated='C1', pruned='C0', control='C2')
+COLOURS = dict(baseline='C7', gated='C0', pruned='C0', control='C2') # gated becomes pruned
 
 def figure(
     records: list[dict], # of `read_log`
@@ -171,11 +173,11 @@ def figure(
             axis.set_ticks(np.arange(n) + .5, range(1, n + 1), fontsize=8)
     return fig
 
-def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # baseline and pruned
+def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # by name
     "Let the models continue the beginning of the test text (in brackets), with the same random numbers."
     prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 30])
     def told(m): return f'[{(start := m.write(prompt, 0))}]{m.write(prompt, n)[len(start):]}'
-    return {name: told(models[name]) for name in ('baseline', 'pruned') if name in models}
+    return {name: told(models[name]) for name in ('baseline', 'control', 'pruned') if name in models}
 
 def write_report(
     run_dir: Path, # with the checkpoints of the run
@@ -198,7 +200,8 @@ def write_report(
     wrote = [f'    {model:8} | {text}' for model, text in (texts or {}).items()]
     wrote = '\n\n'.join(x.replace('\n', ' ') for x in wrote)
     parts = (f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), legend(rows), PICTURE,
-             'Lines: loss of single batches, and its mean over five records. Circles: loss of the test text.',
+             'Lines: training loss (with dropout, if there is any) of batches, and its mean over five records. '
+             'Circles: loss of the test text.',
              wrote and 'What they write:\n\n' + wrote, setup)
     report = '\n\n'.join(filter(None, parts)) + '\n'
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 from . import checkpoint
 from .corpora import load_corpus
-from ..config import Recipe
+from ..config import Recipe, get_recipe
 from ..data import LOG, Corpus, DataError, Streams
 from ..distill import Distill
 from ..model import LM
@@ -52,7 +52,7 @@ def _by_gates(r):
 
 def _by_score(r):
     n = tokens_needed(r)
-    if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one')
+    if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one, such as .4')
     if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
     if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give nothing or least_squares')
     _kept(r)                                                   # not all, not none
@@ -170,7 +170,7 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
             checkpoint.save(tmp/'baseline', config, **parts)
 
 def run(
-    recipe: Recipe,
+    recipe: Recipe|str,
     corpus: str|None = None, # None: the recipe's
     run_dir: str|Path = 'runs/tiny',
     device: str = 'auto',
@@ -183,7 +183,7 @@ def run(
 ) -> Result: # rows of the table; a notebook shows the report
     """Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal.
 
-    recipe: all settings, from `get_recipe`
+    recipe: all settings, from `get_recipe`; or its name, like tiny
     corpus: name or path of a text, in place of the recipe's
     run_dir: new folder for models and report; with `resume`, that of the run
     device: auto, cpu, cuda or cuda:N
@@ -195,8 +195,10 @@ def run(
     progress: show bars
     """
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
+    models = {*models, *(['gated'] if 'pruned' in models else [])} # from which it is made
     models = [name for name in MODELS if name in models and not (mine.choose and name == 'gated')]
     plan = dict(command=shlex.join(['allatt-prune', *sys.argv[1:]]) if Path(sys.argv[0]).stem in ('allatt-prune', '__main__') else None)
     if resume:
