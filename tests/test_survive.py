@@ -167,6 +167,9 @@ def test_the_terminal_goes_away(world): # SIGHUP, and nothing can be printed any
     step = checkpoint.newest('hung/checkpoints', 'baseline')[0]['step']
     assert 0 < step == read_log('hung')['records'][-1]['step']
 
+def test_a_model_pruned_by_gates_brings_the_gated_one(world):
+    assert [r['model'] for r in go('implied', models=('baseline', 'pruned'), gate_lr=.3, lam=.5)] == ['baseline', 'gated', 'pruned']
+
 def test_the_text_must_be_the_same(world):
     (world/'changes.txt').write_text(RHYME * 10)
     go('changes', corpus='changes.txt', models=MODELS[:1])
