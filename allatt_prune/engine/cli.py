@@ -194,13 +194,13 @@ def _takes(name, usual): # steps, and roughly how long they take on two cores of
     if name != 'prune' or not usual: return ''
     model, r = usual
     minutes = r.minutes(r.prune_steps)
-    return f"; {model}: {r.prune_steps:,} steps, roughly {f'{minutes:.0f} minutes' if minutes < 100 else f'{minutes/60:,.0f} hours'} on a CPU"
+    return f"{model}: {r.prune_steps:,} steps, roughly {f'{minutes:.0f} minutes' if minutes < 100 else f'{minutes/60:,.0f} hours'} on a CPU; "
 
 def _command(jobs, usual, name, job, does, example, options, settings):
     (first, (_, about)), *others = options.items()             # the first option is positional
     more = [f for f in SETTINGS if f in settings and f not in SHOWN]
     usual = usual or ('tiny', RECIPES['tiny']) if 'n_layer' in settings or usual else None
-    p = jobs.add_parser(name, help=does, description=f'example: allatt-prune {name} {example}{_takes(name, usual)}',
+    p = jobs.add_parser(name, help=does, description=f'{_takes(name, usual)}example: allatt-prune {name} {example}',
                         epilog=f"other settings (--d-ff for d_ff): {' '.join(more)}" if more else '',
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
