@@ -2,8 +2,9 @@
 import os, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from allatt_prune import LM, LMConfig, attention
-from allatt_prune.engine import fused
+from torch.utils._python_dispatch import TorchDispatchMode
+from allatt_prune import HeadGates, LM, LMConfig, attention
+from allatt_prune.engine import checkpoint, fused
 
 def inputs(b=2, h=3, t=70, s=110, m=40, n=30, d=16, dtype=torch.float64):
     torch.manual_seed(0)
@@ -98,3 +99,108 @@ def test_triton_kernels_in_their_interpreter(shape, dtype):
     pytest.importorskip('triton', reason="triton: not installed; pip install -e '.[triton]' for its tests")
     here = dict(cwd=Path(__file__).parent, env=os.environ | dict(TRITON_INTERPRET='1'))
     subprocess.run([sys.executable, '-c', f'import torch, test_fused; test_fused.check_triton(*{shape}, {dtype})'], check=True, **here)
+
+VIEWS = '''view t transpose permute expand slice select unsqueeze squeeze as_strided detach _unsafe_view alias unbind empty empty_like new_empty
+    new_empty_strided _reshape_alias split split_with_sizes unflatten unfold promote_types'''.split()
+
+class Operations(TorchDispatchMode): # names of those that compute or copy
+    def __init__(self):
+        super().__init__()
+        self.names = []
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        name = f.name().split('::')[1].split('.')[0]
+        if name not in VIEWS: self.names.append(name)
+        return f(*args, **kwargs or {})
+
+def operations(training, dtype=torch.float32, layers=(2, 3), **changes): # of a model, by its number of layers
+    found = []
+    for n in layers:
+        torch.manual_seed(0)
+        cfg = LMConfig(**dict(vocab=27, n_layer=n, d_model=64, n_head=4, n_persistent=32, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.) | changes)
+        model, ids, mems = checkpoint.build(cfg).train(training), torch.randint(27, (2, cfg.seg_len)), torch.randn(n, 2, cfg.mem_len, cfg.d_model)
+        if not training: model, mems = model.to(dtype), mems.to(dtype)
+        with Operations() as seen, torch.set_grad_enabled(training), torch.autocast('cpu', dtype, enabled=training and dtype != torch.float32):
+            out = model(ids, ids if training else None, mems)[0]
+            if training: out.backward()
+        found.append(seen.names)
+    return found
+
+def per_layer(found): return len(found[1]) - len(found[0])
+
+@pytest.mark.parametrize('sizes,most', [({}, 68), (dict(seg_len=192, mem_len=192), 100), (dict(attn_dropout=.2), 104)], ids=str)
+def test_operations_of_a_layer_on_a_cpu(sizes, most):
+    assert per_layer(operations(True, **sizes)) <= most
+
+@pytest.fixture
+def launches(monkeypatch): # kernels that only count
+    monkeypatch.setattr(fused, 'choose', lambda z, dropout: 'triton')
+    monkeypatch.setattr(fused.cuda, '_launch', lambda *args, **how: torch.ones(1))
+
+@pytest.mark.parametrize('heads', [None, [3, 0, 1], [3, 0, 1, 4]], ids=str)
+def test_launches_on_a_gpu(launches, heads):
+    "In bfloat16, each kernel replaced by one operation."
+    layers = (len(heads) - 1, len(heads)) if heads else (2, 3)
+    train, read = ([operations(training, torch.bfloat16, [n], heads=heads and heads[:n])[0] for n in layers] for training in (True, False))
+    assert per_layer(train) <= 42 and per_layer(read) <= 8
+    assert len(read[1]) <= 8*layers[1] + 12
+
+WAITS = {'_local_scalar_dense', 'nonzero', 'is_nonzero', 'masked_select', 'equal', 'item'}
+
+@pytest.mark.parametrize('changes', [{}, dict(cutoffs=[9, 18])], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('frozen', [False, True])
+def test_forward_and_backward_ask_a_device_for_nothing(frozen, dtype, changes):
+    torch.manual_seed(0)
+    cfg = LMConfig(**dict(vocab=27, n_layer=2, d_model=32, n_head=2, n_persistent=16, seg_len=16, mem_len=16, dropout=.1, attn_dropout=0.) | changes)
+    model, gates, ids, mems = checkpoint.build(cfg).train(), HeadGates(2, 2).train(), torch.randint(27, (2, 17)), torch.randn(2, 2, 16, 32)
+    if frozen: gates.freeze()
+    for _ in range(2):                                                                   # the first step chooses a kernel
+        with Operations() as seen, torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
+            loss, _ = model(ids[:, :-1], ids[:, 1:], mems, gates())
+            (loss + .1 * gates.l0()).backward()
+    assert not WAITS & {*seen.names} and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+@pytest.mark.parametrize('changes', [{}, dict(heads=[3, 0, 1]), dict(dropout=.2, attn_dropout=.3), dict(seg_len=80, mem_len=70)], ids=str)
+def test_a_model_compiles_as_one_graph(changes):
+    "Reading and training: the same bits."
+    torch.manual_seed(0)
+    cfg = LMConfig(**dict(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=12, mem_len=12, dropout=0., attn_dropout=0.) | changes)
+    model = checkpoint.build(cfg)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    ids, mems, found = torch.randint(27, (2, cfg.seg_len + 1)), torch.randn(3, 2, cfg.mem_len, 32), []
+    for f in (model, compiled):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss, new = f(ids[:, :-1], ids[:, 1:], mems)
+        loss.backward()
+        with torch.no_grad(): read = f(ids[:, :-1], None, mems)[0] if not cfg.dropout else loss
+        found.append([loss, new, read, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+def compile_for_sm_90(): # registers that ptxas spills to memory: none, in bytes
+    import re, tempfile, triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    types = dict(L='*fp32', DELTA='*fp32', DU='*fp32', DPKV='*fp32', seed='*i64', VS='fp32')
+    types |= dict.fromkeys('Z ZM P U W PK PV O G DZ DP DZM'.split(), '*bf16')
+    def spilled(f, stages, **how):
+        constants = dict(D=64, SCALE=.125, SIZE=fused.cuda.SIZE) | how
+        signature = {n: 'constexpr' if n in constants else types.get(n, 'i32') for n in f.arg_names}
+        aligned = [i for i, n in enumerate(f.arg_names) if signature[n].startswith('*') or n in ('T', 'S', 'M', 'N', 'mb', 'mt')]
+        source = ASTSource(f, signature, {(f.arg_names.index(n),): x for n, x in constants.items()}, {(i,): [['tt.divisibility', 16]] for i in aligned})
+        code = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=4, num_stages=stages)).asm['ptx']
+        assert 'wgmma' in code and 'cp.async' in code or stages == 1                     # loads ahead of products
+        with tempfile.NamedTemporaryFile('w', suffix='.ptx') as file:
+            file.write(code); file.flush()
+            ptxas = max(Path(triton.__file__).parent.rglob('ptxas*'))                       # the newest
+            said = subprocess.run([ptxas, '-v', '-arch=sm_90a', file.name, '-o', os.devnull], capture_output=True, text=True, check=True).stderr
+        return int(re.search(r'(\d+) bytes spill stores', said)[1])
+    for drop in (0, int(.2 * 2**31)):
+        found = [spilled(fused.cuda._queries, 3, BACK=back, DROP=drop) for back in (False, True)]
+        found += [spilled(fused.cuda._keys, 1 if context else 3, CONTEXT=context, DROP=drop) for context in (False, True)]
+        assert found == [0]*4, found
+
+def test_kernels_compile_for_sm_90():
+    "Without a GPU, by the compiler that would run there."
+    pytest.importorskip('triton', reason="triton: not installed; pip install -e '.[triton]' for its tests")
+    subprocess.run([sys.executable, '-c', 'import test_fused; test_fused.compile_for_sm_90()'], check=True, cwd=Path(__file__).parent)

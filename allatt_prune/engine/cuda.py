@@ -24,10 +24,10 @@ def _side(Z, ZM, first, b, h, T, S, H, mb, mt, D: tl.constexpr, SIZE: tl.constex
     at = tl.where(old, ZM + b*mb + S*mt + h*D, Z + b*T*3*H*D + (H + h)*D)
     return j, at + j[:, None]*tl.where(old, mt, 3*H*D) + tl.arange(0, D), ((j >= -S) & (j < T))[:, None]
 @_kernel
-def _context(q, k, P, i, j, T, S, M, SCALE: tl.constexpr): # scores to base 2, number of the key
+def _context(q, k, P, i, j, T, S, M): # scores to base 2, number of the key
     far = j[None, :] - i[:, None] + M - 1                      # furthest first
     seen = (far >= 0) & (far < M) & ((j >= -S) & (j < T))[None, :] & (i < T)[:, None]
-    s = (tl.dot(q, tl.trans(k))*SCALE + _load(P + i[:, None]*M + far, seen)) * 1.4426950408889634
+    s = (tl.dot(q, tl.trans(k)) + _load(P + i[:, None]*M + far, seen)) * 1.4426950408889634
     return tl.where(seen, s, -float('inf')), far
 @_kernel
 def _persistent(q, k, i, j, T, M, N): # the same
@@ -41,7 +41,9 @@ def _mix(x): # hash of 32-bit numbers
     x = (x ^ (x >> 15)) * 0x735a2d97
     return x ^ (x >> 15)
 @_kernel
-def _salt(seed, row): return _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
+def _salt(seed, row, DROP: tl.constexpr):
+    if DROP: row = _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
+    return row
 @_kernel
 def _drop(x, salt, key, DROP: tl.constexpr): # DROP: probability times 2^31, for 31 random bits
     if DROP:
@@ -69,11 +71,11 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
              SCALE: tl.constexpr, DROP: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, d = tile*SIZE + tl.arange(0, SIZE), tl.arange(0, D)
-    here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i)
+    here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i, DROP)
     col, at, out = h*D + d, b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, b*T*H*D + h*D + i[:, None]*(H*D) + d
     P += (h*B + b)*T*M
     q = _load(Z + at, here).to(tl.float32) - tl.load(W + col).to(tl.float32)
-    qu, q = (q + tl.load(U + col).to(tl.float32)).to(Z.dtype.element_ty), q.to(Z.dtype.element_ty)
+    qu, q = ((q + tl.load(U + col).to(tl.float32))*SCALE).to(Z.dtype.element_ty), q.to(Z.dtype.element_ty)
     o, total, top = tl.zeros([SIZE, D], tl.float32), tl.zeros([SIZE], tl.float32), tl.full([SIZE], -1e30, tl.float32)
     lo = tile*SIZE - (M + SIZE - 2)//SIZE*SIZE                 # the band of the tile's queries
     if BACK: # every number of DP is written
@@ -85,11 +87,11 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
     for start in range(lo, tile*SIZE + SIZE, SIZE):
         j, there, ok = _side(Z, ZM, start, b, h, T, S, H, mb, mt, D, SIZE)
         k, v = _load(there, ok), _load(there + H*D, ok)
-        s, key = _context(qu, k, P, i, j, T, S, M, SCALE)
+        s, key = _context(qu, k, P, i, j, T, S, M)
         if BACK:
             _, ds = _grads(s, g, v, 1., l, delta, salt, key, DROP)
             ds = ds.to(Z.dtype.element_ty)
-            dqu += tl.dot(ds, k)*SCALE
+            dqu += tl.dot(ds, k)
             tl.store(DP + i[:, None]*M + key, ds, mask=(key >= 0) & (key < M) & here)
         else: o, top, total = _step(o, top, total, s, v, 1., salt, key, DROP)
     for start in range(0, N, SIZE):
@@ -100,6 +102,7 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
         if BACK: o += tl.dot(_grads(s, g, v, VS, l, delta, salt, key, DROP)[1].to(Z.dtype.element_ty), k)
         else: o, top, total = _step(o, top, total, s, v, VS, salt, key, DROP)
     if BACK: # o: the persistent keys' part
+        dqu *= SCALE
         tl.store(DZ + at, (dqu + o).to(Z.dtype.element_ty), mask=here)
         tl.store(DU + (b*tl.num_programs(0) + tile)*H*D + col, tl.sum(dqu, 0))
     else:
@@ -124,18 +127,18 @@ def _keys(Z, ZM, P, U, W, PK, PV, L, seed, G, DELTA, DZ, DZM, DPKV, T, S, M, N, 
     for b in range(part, end, tl.num_programs(2)):
         for start in range(lo, hi, SIZE):
             i, first_row = start + tl.arange(0, SIZE), (b*H + h)*T
-            here, salt = (i < T)[:, None], _salt(seed, first_row.to(tl.int32) + i)
+            here, salt = (i < T)[:, None], _salt(seed, first_row.to(tl.int32) + i, DROP)
             q = _load(Z + b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, here).to(tl.float32)
-            q, g = (q + bias).to(Z.dtype.element_ty), _load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here)
+            q, g = ((q + bias)*(SCALE if CONTEXT else 1.)).to(Z.dtype.element_ty), _load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here)
             l, delta = _load(L + first_row + i, i < T), _load(DELTA + first_row + i, i < T)
-            if CONTEXT: s, key = _context(q, k, P + (h*B + b)*T*M, i, j, T, S, M, SCALE)
+            if CONTEXT: s, key = _context(q, k, P + (h*B + b)*T*M, i, j, T, S, M)
             else: s, key = _persistent(q, k, i, j, T, M, N)
             p, ds = _grads(s, g, v, 1. if CONTEXT else VS, l, delta, salt, key, DROP)
             dv += tl.dot(tl.trans(p), g)
             dk += tl.dot(tl.trans(ds.to(Z.dtype.element_ty)), q)
     if CONTEXT:
         _, to, ok = _side(DZ, DZM, first, part, h, T, S, H, S*2*H*D, 2*H*D, D, SIZE)
-        tl.store(to, (dk*SCALE).to(Z.dtype.element_ty), mask=ok)
+        tl.store(to, dk.to(Z.dtype.element_ty), mask=ok)
         tl.store(to + H*D, dv.to(Z.dtype.element_ty), mask=ok)
     else: # sums over a part of the streams
         to = DPKV + part*2*H*N*D + at
@@ -156,7 +159,7 @@ def _args(z, zm, r, pk): # sizes for `_launch`
 
 def forward(z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), and what the backward pass needs
     b, t, _, h, d = z.shape
-    seed = torch.randint(2**31, (), device=z.device)
+    seed = torch.randint(2**31, (), device=z.device) if dropout else u # any address
     position = torch.bmm(z[:, :, 0].flatten(0, 1).transpose(0, 1), r.mT) # (h b·t m)
     out, lse = z.new_empty(b, t, h, d), z.new_empty(b, h, t, dtype=torch.float32)
     tensors = z, zm, position, u, w, pk, pv, out, lse, seed, *[out]*5
