@@ -41,9 +41,7 @@ def _mix(x): # hash of 32-bit numbers
     x = (x ^ (x >> 15)) * 0x735a2d97
     return x ^ (x >> 15)
 @_kernel
-def _salt(seed, row, DROP: tl.constexpr):
-    if DROP: row = _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
-    return row
+def _salt(seed, row): return _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
 @_kernel
 def _drop(x, salt, key, DROP: tl.constexpr): # DROP: probability times 2^31, for 31 random bits
     if DROP:
@@ -71,7 +69,7 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
              SCALE: tl.constexpr, DROP: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, d = tile*SIZE + tl.arange(0, SIZE), tl.arange(0, D)
-    here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i, DROP)
+    here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i)
     col, at, out = h*D + d, b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, b*T*H*D + h*D + i[:, None]*(H*D) + d
     P += (h*B + b)*T*M
     q = _load(Z + at, here).to(tl.float32) - tl.load(W + col).to(tl.float32)
@@ -103,10 +101,10 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
         else: o, top, total = _step(o, top, total, s, v, VS, salt, key, DROP)
     if BACK: # o: the persistent keys' part
         dqu *= SCALE
-        tl.store(DZ + at, (dqu + o).to(Z.dtype.element_ty), mask=here)
+        tl.store(DZ + at, dqu + o, mask=here)
         tl.store(DU + (b*tl.num_programs(0) + tile)*H*D + col, tl.sum(dqu, 0))
     else:
-        tl.store(O + out, (o / total[:, None]).to(Z.dtype.element_ty), mask=here)
+        tl.store(O + out, o / total[:, None], mask=here)
         tl.store(L + first + i, top + tl.math.log2(total), mask=i < T)
 
 @_kernel
@@ -127,55 +125,48 @@ def _keys(Z, ZM, P, U, W, PK, PV, L, seed, G, DELTA, DZ, DZM, DPKV, T, S, M, N, 
     for b in range(part, end, tl.num_programs(2)):
         for start in range(lo, hi, SIZE):
             i, first_row = start + tl.arange(0, SIZE), (b*H + h)*T
-            here, salt = (i < T)[:, None], _salt(seed, first_row.to(tl.int32) + i, DROP)
+            here, salt = (i < T)[:, None], _salt(seed, first_row.to(tl.int32) + i)
             q = _load(Z + b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, here).to(tl.float32)
-            q, g = ((q + bias)*(SCALE if CONTEXT else 1.)).to(Z.dtype.element_ty), _load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here)
+            q = ((q + bias) * (SCALE if CONTEXT else 1.)).to(Z.dtype.element_ty)
+            g = _load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here)
             l, delta = _load(L + first_row + i, i < T), _load(DELTA + first_row + i, i < T)
             if CONTEXT: s, key = _context(q, k, P + (h*B + b)*T*M, i, j, T, S, M)
             else: s, key = _persistent(q, k, i, j, T, M, N)
             p, ds = _grads(s, g, v, 1. if CONTEXT else VS, l, delta, salt, key, DROP)
             dv += tl.dot(tl.trans(p), g)
             dk += tl.dot(tl.trans(ds.to(Z.dtype.element_ty)), q)
-    if CONTEXT:
-        _, to, ok = _side(DZ, DZM, first, part, h, T, S, H, S*2*H*D, 2*H*D, D, SIZE)
-        tl.store(to, dk.to(Z.dtype.element_ty), mask=ok)
-        tl.store(to + H*D, dv.to(Z.dtype.element_ty), mask=ok)
-    else: # sums over a part of the streams
-        to = DPKV + part*2*H*N*D + at
-        tl.store(to, dk, mask=ok)
-        tl.store(to + H*N*D, dv*VS, mask=ok)
+    if CONTEXT: _, to, ok = _side(DZ, DZM, first, part, h, T, S, H, S*2*H*D, 2*H*D, D, SIZE)
+    else: to, dv = DPKV + part*2*H*N*D + at, dv*VS             # sums over a part of the streams
+    tl.store(to, dk, mask=ok)
+    tl.store(to + H*(D if CONTEXT else N*D), dv, mask=ok)
 
 # %% ../../nbs/engine/00_cuda.ipynb #7d02e88d
 SIZE = 64 # queries and keys of a tile
 
-def _launch(kernel, grid, tensors, sizes, dropout, **how):
-    *sizes, d = sizes
-    kernel[grid](*tensors, *sizes, D=d, SCALE=d**-.5, DROP=int(dropout * 2**31), SIZE=SIZE, **how, num_warps=4)
-
 def _tiles(n): return -(-n // SIZE)
-def _args(z, zm, r, pk): # sizes for `_launch`
-    (b, t, _, h, d), s, m, n = z.shape, zm.shape[1], r.shape[1], pk.shape[1]
-    return t, s, m, n, h, b, *zm.stride()[:2], n**.5, d
+def _launch(kernel, grid, x, more, dropout, **how): # x: z, zm, position scores, u, w, pk, pv
+    (b, t, _, h, d), s, m, n = x[0].shape, x[1].shape[1], x[2].shape[2], x[5].shape[1]
+    kernel[grid](*x, *more, t, s, m, n, h, b, *x[1].stride()[:2], n**.5, D=d, SCALE=d**-.5,
+                 DROP=int(dropout * 2**31), SIZE=SIZE, num_warps=4, **how)
 
 def forward(z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), and what the backward pass needs
     b, t, _, h, d = z.shape
     seed = torch.randint(2**31, (), device=z.device) if dropout else u # any address
-    position = torch.bmm(z[:, :, 0].flatten(0, 1).transpose(0, 1), r.mT) # (h b·t m)
+    x = z, zm, torch.bmm(z[:, :, 0].flatten(0, 1).transpose(0, 1), r.mT), u, w, pk, pv # scores (h b·t m)
     out, lse = z.new_empty(b, t, h, d), z.new_empty(b, h, t, dtype=torch.float32)
-    tensors = z, zm, position, u, w, pk, pv, out, lse, seed, *[out]*5
-    _launch(_queries, (_tiles(t), h, b), tensors, _args(z, zm, r, pk), dropout, BACK=False)
-    return out, (z, zm, r, u, w, pk, pv, position, lse, seed)
+    _launch(_queries, (_tiles(t), h, b), x, (out, lse, seed, *[out]*5), dropout, BACK=False)
+    return out, (r, lse, seed, *x)
 
 def backward(g, out, saved, dropout, s): # -> gradients of z to pv
-    z, zm, r, u, w, pk, pv, position, lse, seed = saved
-    (b, t, _, h, d), n, parts, sizes = z.shape, pk.shape[1], min(4, len(z)), _args(z, zm, r, pk)
+    r, lse, seed, *x = saved
+    z, zm, position, _, _, pk, _ = x
+    (b, t, _, h, d), n, parts = z.shape, pk.shape[1], min(4, len(z))
     dz, dzm, dP, delta = torch.empty_like(z), z.new_empty(zm.shape), torch.empty_like(position), torch.empty_like(lse)
     du, dpkv = lse.new_empty(b, _tiles(t), h, d), lse.new_empty(parts, 2, h, n, d)
-    x = z, zm, position, u, w, pk, pv
-    _launch(_queries, (_tiles(t), h, b), (*x, out, lse, seed, g, delta, dz, dP, du), sizes, dropout, BACK=True)
-    x = *x, lse, seed, g, delta, dz, dzm, dpkv
-    _launch(_keys, (_tiles(s) + _tiles(t), h, b), x, sizes, dropout, CONTEXT=True, num_stages=1)
-    if n: _launch(_keys, (_tiles(n), h, parts), x, sizes, dropout, CONTEXT=False)
+    _launch(_queries, (_tiles(t), h, b), x, (out, lse, seed, g, delta, dz, dP, du), dropout, BACK=True)
+    more = lse, seed, g, delta, dz, dzm, dpkv
+    _launch(_keys, (_tiles(s) + _tiles(t), h, b), x, more, dropout, CONTEXT=True, num_stages=1)
+    if n: _launch(_keys, (_tiles(n), h, parts), x, more, dropout, CONTEXT=False)
     rows, dq = (y[:, :, 0].flatten(0, 1).transpose(0, 1) for y in (z, dz))
     dq.baddbmm_(dP, r)                                         # completes dz
     dw = torch.bmm(dP.sum(1, keepdim=True), r)[:, 0]
