@@ -119,17 +119,19 @@ def operations(training, dtype=torch.float32, layers=(2, 3), **changes): # of a 
         cfg = LMConfig(**dict(vocab=27, n_layer=n, d_model=64, n_head=4, n_persistent=32, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.) | changes)
         model, ids, mems = checkpoint.build(cfg).train(training), torch.randint(27, (2, cfg.seg_len)), torch.randn(n, 2, cfg.mem_len, cfg.d_model)
         if not training: model, mems = model.to(dtype), mems.to(dtype)
-        with Operations() as seen, torch.set_grad_enabled(training), torch.autocast('cpu', dtype, enabled=training and dtype != torch.float32):
-            out = model(ids, ids if training else None, mems)[0]
-            if training: out.backward()
+        for _ in range(2):                                                               # the first time chooses a kernel
+            model.zero_grad()
+            with Operations() as seen, torch.set_grad_enabled(training), torch.autocast('cpu', dtype, enabled=training and dtype != torch.float32):
+                out = model(ids, ids if training else None, mems)[0]
+                if training: out.backward()
         found.append(seen.names)
     return found
 
 def per_layer(found): return len(found[1]) - len(found[0])
 
-@pytest.mark.parametrize('sizes,most', [({}, 68), (dict(seg_len=192, mem_len=192), 100), (dict(attn_dropout=.2), 104)], ids=str)
-def test_operations_of_a_layer_on_a_cpu(sizes, most):
-    assert per_layer(operations(True, **sizes)) <= most
+@pytest.mark.parametrize('sizes,train,read', [({}, 68, 29), (dict(seg_len=192, mem_len=192), 100, 47), (dict(attn_dropout=.2), 105, 29)], ids=str)
+def test_operations_of_a_layer_on_a_cpu(sizes, train, read):
+    assert per_layer(operations(True, **sizes)) <= train and per_layer(operations(False, **sizes)) <= read
 
 @pytest.fixture
 def launches(monkeypatch): # kernels that only count
