@@ -64,6 +64,30 @@ def test_a_saved_model_opens_as_either(shape, tmp_path):
         found.append([*losses, *([] if mems is None else [mems]), *torch.autograd.grad(sum(losses), x)])
     same(*found)
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x): return 2 * super().forward(x)
+
+def hooked(attn): attn.wk.register_forward_hook(lambda part, args, out: 2 * out)
+def replaced(attn):
+    new = Doubled(*attn.wv.weight.shape[::-1], bias=False).double()
+    new.load_state_dict(attn.wv.state_dict())
+    attn.wv = new
+def parametrized(attn): torch.nn.utils.parametrizations.weight_norm(attn.wq)
+def own_attend(attn):
+    attend = attn.attend
+    attn.attend = lambda *args, **how: 2 * attend(*args, **how)
+
+@pytest.mark.parametrize('change', [hooked, replaced, parametrized, own_attend])
+def test_what_was_changed_in_a_layer_has_its_effect(change):
+    torch.manual_seed(0)
+    cfg = LMConfig(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=12, mem_len=12, dropout=0., attn_dropout=0.)
+    fast, plain, ids = checkpoint.build(cfg).double(), LM(cfg).double(), torch.randint(27, (2, 13))
+    plain.load_state_dict(fast.state_dict())
+    before = plain(ids[:, :-1], ids[:, 1:])[0]
+    for m in (fast, plain): change(m.layers[1].attn)
+    found = [m(ids[:, :-1], ids[:, 1:])[0] for m in (fast, plain)]
+    assert abs(found[0] - found[1]) < 1e-12 and (abs(found[1] - before) > 1e-6 or change is parametrized)
+
 @pytest.mark.parametrize('dropout', [0., .3])
 def test_compiles_as_one_graph_with_the_same_numbers(dropout):
     x = inputs()
@@ -206,3 +230,15 @@ def test_kernels_compile_for_sm_90():
     "Without a GPU, by the compiler that would run there."
     pytest.importorskip('triton', reason="triton: not installed; pip install -e '.[triton]' for its tests")
     subprocess.run([sys.executable, '-c', 'import test_fused; test_fused.compile_for_sm_90()'], check=True, cwd=Path(__file__).parent)
+
+@pytest.mark.parametrize('kernel', ['rows', 'library'])
+@pytest.mark.parametrize('scale', [40., 1e-3])
+def test_a_part_that_gets_no_weight_at_all(monkeypatch, kernel, scale):
+    "Where all weight is on the context, the log of the persistent keys' share is -inf."
+    monkeypatch.setattr(fused, 'choose', lambda z, dropout: kernel)
+    q, k, v, r, u, w, pk, pv = (x.detach() for x in inputs())
+    x = [y.requires_grad_() for y in (q, k * scale, v, r, u, w, pk / scale, pv)]
+    share = next(fused.weights(*(x[i] for i in (0, 1, 3, 4, 5, 6))))[2].float().sum(-1)
+    assert ((share == 0) if scale > 1 else (share > 1 - 1e-7)).any()
+    found, wanted = results(fused.fused_attend, x), results(attention.attend, x)
+    assert all(y.isfinite().all() and (y - z).abs().max() < 1e-9 * z.abs().max().clamp(min=1) for y, z in zip(found, wanted))
