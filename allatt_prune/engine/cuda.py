@@ -149,7 +149,8 @@ def _launch(kernel, grid, x, more, dropout, **how): # x: z, zm, position scores,
     kernel[grid](*x, *more, t, s, m, n, h, b, *x[1].stride()[:2], n**.5, D=d, SCALE=d**-.5,
                  DROP=int(dropout * 2**31), SIZE=SIZE, num_warps=4, **how)
 
-def forward(z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), and what the backward pass needs
+def forward(z, zm, r, u, w, pk, pv, dropout): # as in 00_fused -> output (b t h d), what `backward` needs
+    "Attend. Half precision, and d a power of 2 from 16."
     b, t, _, h, d = z.shape
     seed = torch.randint(2**31, (), device=z.device) if dropout else u # any address
     x = z, zm, torch.bmm(z[:, :, 0].flatten(0, 1).transpose(0, 1), r.mT), u, w, pk, pv # scores (h b·t m)
@@ -157,7 +158,8 @@ def forward(z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), and what th
     _launch(_queries, (_tiles(t), h, b), x, (out, lse, seed, *[out]*5), dropout, BACK=False)
     return out, (r, lse, seed, *x)
 
-def backward(g, out, saved, dropout, s): # -> gradients of z to pv
+def backward(g, out, saved, dropout, s): # gradient of the output; s: length of the memory
+    "Gradients of z to pv."
     r, lse, seed, *x = saved
     z, zm, position, _, _, pk, _ = x
     (b, t, _, h, d), n, parts = z.shape, pk.shape[1], min(4, len(z))
