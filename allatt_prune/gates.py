@@ -51,9 +51,9 @@ class HeadGates(nn.Module):
         self.register_buffer('frozen', torch.tensor(False))
 
     def forward(self) -> Tensor: # z (l h)
-        if self.training and not self.frozen: g = straight_through(bin_concrete(self.log_alpha))
-        else: g = self.open_mask().to(self.log_alpha.dtype)
-        return g * output_scale(g) if self.scale else g
+        g = self.open_mask().to(self.log_alpha.dtype)
+        if self.training: g = torch.where(self.frozen, g, straight_through(bin_concrete(self.log_alpha)))
+        return torch.where(self.scale, g * output_scale(g), g) # no `if`: it would wait for the device
 
     def extra_repr(self):
         keep = self.open_mask()

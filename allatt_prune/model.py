@@ -32,6 +32,11 @@ class AllAttention(nn.Module):
         for f in (self.wq, self.wk, self.wv, self.wr, self.wo): nn.init.normal_(f.weight, std=c**-.5)
         nn.init.zeros_(self.wo.bias)
 
+    @staticmethod
+    def shared(layers: list, pos: Tensor) -> list: # attention sub-layers; position table
+        "What each layer gets as `pos`. A faster version prepares all layers here."
+        return [pos] * len(layers)
+
     def forward(self,
         x: Tensor, # input (b t c)
         mem: Tensor|None, # memory (b s-t c); None: nothing before
@@ -139,9 +144,10 @@ class LM(nn.Module):
         x, inputs, z = self.embed(ids), [], self.per_layer(z)
         if mems is not None and mems.shape[:2] != (len(self.layers), len(ids)):
             raise ValueError(f'mems={tuple(mems.shape)}: not (l b s-t c) of this model and batch')
+        pos = self.attention.shared([layer.attn for layer in self.layers], self.pos)
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            x = layer(x, None if mems is None else mems[i], self.pos, z[i])      # (b t c)
+            x = layer(x, None if mems is None else mems[i], pos[i], z[i])        # (b t c)
         x, mems = self.norm(x), remember(inputs, mems, self.cfg.mem_len)
         if targets is None: return self.words.logits(x), mems
         return self.words.loss(rearrange(x, 'b t c -> (b t) c'), targets.flatten()), mems

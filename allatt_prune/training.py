@@ -54,11 +54,12 @@ def multipliers(gates: nn.Module, r: Recipe, step: int) -> Tensor: # z (l h)
     set_seed(r.seed, step, 'gates')
     return gates.train()()
 
-def clip_gradients(model: LM, gates: nn.Module|None, most: float) -> float: # norm before clipping
+def clip_gradients(model: LM, gates: nn.Module|None, most: float) -> Tensor: # norm before clipping
     "Clip the model's gradients. Those of the gates are only checked: nan if any is not finite."
-    norm = nn.utils.clip_grad_norm_(model.parameters(), most).item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), most)
     more = [p.grad for p in gates.parameters() if p.grad is not None] if gates is not None else []
-    return norm if all(g.isfinite().all() for g in more) else math.nan
+    for g in more: norm = torch.where(g.isfinite().all(), norm, math.nan)
+    return norm
 
 def diverged(state) -> str: # a `TrainState`, below
     return (f'loss={state.loss}: diverged at step {state.step}, gradient norm {state.grad_norm}; '
@@ -112,8 +113,9 @@ def train_steps(
             # gradients
             for o in state.optimizers: o.zero_grad()
             state.backward(total)
-            state.loss, state.lr = (text[0] if text else loss).item(), rate(step)
-            state.grad_norm = clip_gradients(model, gates if gating else None, r.clip)
+            norm, state.lr = clip_gradients(model, gates if gating else None, r.clip), rate(step)
+            # the only wait for a device
+            state.loss, state.grad_norm = torch.stack([(text[0] if text else loss).detach(), norm]).tolist()
             if not math.isfinite(state.loss + state.grad_norm): raise FloatingPointError(diverged(state))
             # step
             state.optimizers[0].param_groups[0]['lr'] = state.lr

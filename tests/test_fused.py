@@ -2,8 +2,9 @@
 import os, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from allatt_prune import LM, LMConfig, attention
-from allatt_prune.engine import fused
+from torch.utils._python_dispatch import TorchDispatchMode
+from allatt_prune import HeadGates, LM, LMConfig, attention
+from allatt_prune.engine import checkpoint, fused
 
 def inputs(b=2, h=3, t=70, s=110, m=40, n=30, d=16, dtype=torch.float64):
     torch.manual_seed(0)
@@ -25,15 +26,17 @@ def kernels(monkeypatch):
     fused.works.cache_clear()
 
 def missing(*args): raise NotImplementedError('no such operator')
-forward, backward = fused.KERNELS['cpu']
-def wrong(*args): return tuple(x * 1.5 if torch.is_tensor(x) else x for x in forward(*args))
+forward, backward = fused.KERNELS['library']
+def wrong(*args):
+    out, saved = forward(*args)
+    return out * 1.5, saved
 
 @pytest.mark.parametrize('broken', [(missing, missing), (forward, missing), (wrong, backward)],
                          ids=['missing', 'no backward', 'wrong'])
 def test_without_its_kernel_the_numbers_stay(kernels, broken):
-    kernels['cpu'] = broken
+    kernels['library'] = broken
     x = inputs()
-    assert fused.choose(x[0], 0.) == 'rows'
+    assert fused.choose(torch.empty(1, 1, 3, 3, 16, dtype=torch.float64), 0.) == 'rows'
     same(results(fused.fused_attend, x), results(attention.attend, x))
 
 SHAPES = dict(usual={}, uneven=dict(heads=[4, 0, 2]), no_memory=dict(mem_len=0), short_memory=dict(mem_len=5),
@@ -61,48 +64,181 @@ def test_a_saved_model_opens_as_either(shape, tmp_path):
         found.append([*losses, *([] if mems is None else [mems]), *torch.autograd.grad(sum(losses), x)])
     same(*found)
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x): return 2 * super().forward(x)
+
+def hooked(attn): attn.wk.register_forward_hook(lambda part, args, out: 2 * out)
+def replaced(attn):
+    new = Doubled(*attn.wv.weight.shape[::-1], bias=False).double()
+    new.load_state_dict(attn.wv.state_dict())
+    attn.wv = new
+def parametrized(attn): torch.nn.utils.parametrizations.weight_norm(attn.wq)
+def own_attend(attn):
+    attend = attn.attend
+    attn.attend = lambda *args, **how: 2 * attend(*args, **how)
+
+@pytest.mark.parametrize('change', [hooked, replaced, parametrized, own_attend])
+def test_what_was_changed_in_a_layer_has_its_effect(change):
+    torch.manual_seed(0)
+    cfg = LMConfig(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=12, mem_len=12, dropout=0., attn_dropout=0.)
+    fast, plain, ids = checkpoint.build(cfg).double(), LM(cfg).double(), torch.randint(27, (2, 13))
+    plain.load_state_dict(fast.state_dict())
+    before = plain(ids[:, :-1], ids[:, 1:])[0]
+    for m in (fast, plain): change(m.layers[1].attn)
+    found = [m(ids[:, :-1], ids[:, 1:])[0] for m in (fast, plain)]
+    assert abs(found[0] - found[1]) < 1e-12 and (abs(found[1] - before) > 1e-6 or change is parametrized)
+
 @pytest.mark.parametrize('dropout', [0., .3])
 def test_compiles_as_one_graph_with_the_same_numbers(dropout):
     x = inputs()
     compiled = torch.compile(fused.fused_attend, fullgraph=True, backend='aot_eager')
     same(results(compiled, x, dropout=dropout), results(fused.fused_attend, x, dropout=dropout))
 
-@pytest.mark.parametrize('name,dtype', [('flash', torch.bfloat16), ('efficient', torch.float32)])
-@pytest.mark.parametrize('dropout', [0., .2])
-def test_gpu_kernels_are_called_as_they_want_to_be(name, dtype, dropout):
-    "Operators check the number, types and shapes of what they get even where no GPU is: on tensors without data."
-    forward, backward = fused.KERNELS[name]
-    q, k, v = (torch.empty(3, n, 64, device='meta', dtype=dtype) for n in (50, 70, 70))
-    out, lse, state = forward(q, k, v, dropout)
-    assert (out.shape, lse.shape, lse.dtype) == ((3, 50, 64), (3, 50), torch.float32)
-    grads = backward(out, q, k, v, out, lse, state, dropout)
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-
-def check_triton(h, b, t, m, d, dtype): # in Triton's interpreter, which works on a CPU
-    cuda, eps = fused.cuda, 1e-5 if dtype == torch.float32 else 1e-2
-    *x, g = [torch.randn(s).to(dtype) for s in ((h*b, t, d),)*2 + ((h*b, t + m, d),)*2 + ((h, m, d), (h*b, t, d))]
-    exact = [y.double() for y in x]
-    def near(a, b): assert all((x.double() - y).norm() <= eps * y.norm() for x, y in zip(a, b, strict=True))
-    for pad in (0, m - 5, t):
-        (out, lse, seed), want = cuda.context_forward(*x, pad, 0.), fused.CONTEXT['blocks'][0](*exact, pad, 0.)
-        there = want[1] > -1e20                                                          # queries that see a key
-        near([out[there], lse[there]], [x[there] for x in want[:2]])
-        more = want[0] / 2, want[1].clamp(min=-9) + 1                                   # any others
-        near(cuda.context_backward(g, *x, pad, *(y.float() for y in more), seed, 0.), fused.CONTEXT['blocks'][1](g.double(), *exact, pad, *more, seed, 0.))
+def check_triton(b, h, t, s, m, n, d, dtype): # in Triton's interpreter, which works on a CPU
+    (forward, backward), rows = fused.KERNELS['triton'], fused.KERNELS['rows']
+    shapes = (b, t, 3, h, d), (b, s, 2, h, d), (h, m, d), (h, d), (h, d), (h, n, d), (h, n, d), (b, t, h, d)
+    *x, g = [(torch.randn(shape) / 2).to(dtype) for shape in shapes]
+    (out, saved), (want, more) = forward(*x, 0.), rows[0](*(y.double() for y in x), 0.)
+    got, wanted = (out, *backward(g, out, saved, 0., s)), (want, *rows[1](g.double(), want, more, 0., s))
+    for y, z in zip(got, wanted, strict=True):
+        if z is not None: assert (y.double() - z).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * z.norm()
     if dtype != torch.float32: return
     def loss(i=None, step=0.): # with one input moved along a line, the seeds being equal
         torch.manual_seed(0)
-        out, *rest = cuda.context_forward(*(z + step*line if j == i else z for j, z in enumerate(x)), 20, .3)
-        return (out.double() * g).sum(), out, *rest
+        y = [z + step*line if j == i else z.clone() for j, z in enumerate(x)]
+        if i == 4: y[0][:, :, 0] += step*line                                            # queries hold w, and it has the whole gradient
+        out, saved = forward(*y, .3)
+        return (out.double() * g).sum(), out, saved
     _, *state = loss()
-    for i, grad in enumerate(cuda.context_backward(g, *x, 20, *state, .3)):
+    for i, grad in enumerate(backward(g, *state, .3, s)):
+        if not grad.numel(): continue
         line = torch.randn_like(grad)
         found, want = (loss(i, .01)[0] - loss(i, -.01)[0]) / .02, (grad.double() * line).sum()
         assert abs(found - want) < .01 * grad.double().norm(), i
 
 @pytest.mark.parametrize('dtype', ('torch.float32', 'torch.float16'))
-@pytest.mark.parametrize('shape', ((2, 2, 90, 50, 16), (1, 1, 30, 100, 32), (3, 1, 64, 64, 16)), ids=str) # heads, streams, queries, window, width
+@pytest.mark.parametrize('shape', ((2, 2, 90, 50, 50, 24, 16), (1, 1, 30, 100, 100, 70, 32), (1, 3, 64, 0, 64, 64, 16),
+                                   (1, 2, 130, 20, 90, 0, 16)), ids=str) # streams, heads, queries, memory, window, persistent, width
 def test_triton_kernels_in_their_interpreter(shape, dtype):
     pytest.importorskip('triton', reason="triton: not installed; pip install -e '.[triton]' for its tests")
     here = dict(cwd=Path(__file__).parent, env=os.environ | dict(TRITON_INTERPRET='1'))
     subprocess.run([sys.executable, '-c', f'import torch, test_fused; test_fused.check_triton(*{shape}, {dtype})'], check=True, **here)
+
+VIEWS = '''view t transpose permute expand slice select unsqueeze squeeze as_strided detach _unsafe_view alias unbind empty empty_like new_empty
+    new_empty_strided _reshape_alias split split_with_sizes unflatten unfold promote_types'''.split()
+
+class Operations(TorchDispatchMode): # names of those that compute or copy
+    def __init__(self):
+        super().__init__()
+        self.names = []
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        name = f.name().split('::')[1].split('.')[0]
+        if name not in VIEWS: self.names.append(name)
+        return f(*args, **kwargs or {})
+
+def operations(training, dtype=torch.float32, layers=(2, 3), **changes): # of a model, by its number of layers
+    found = []
+    for n in layers:
+        torch.manual_seed(0)
+        cfg = LMConfig(**dict(vocab=27, n_layer=n, d_model=64, n_head=4, n_persistent=32, seg_len=64, mem_len=64, dropout=0., attn_dropout=0.) | changes)
+        model, ids, mems = checkpoint.build(cfg).train(training), torch.randint(27, (2, cfg.seg_len)), torch.randn(n, 2, cfg.mem_len, cfg.d_model)
+        if not training: model, mems = model.to(dtype), mems.to(dtype)
+        for _ in range(2):                                                               # the first time chooses a kernel
+            model.zero_grad()
+            with Operations() as seen, torch.set_grad_enabled(training), torch.autocast('cpu', dtype, enabled=training and dtype != torch.float32):
+                out = model(ids, ids if training else None, mems)[0]
+                if training: out.backward()
+        found.append(seen.names)
+    return found
+
+def per_layer(found): return len(found[1]) - len(found[0])
+
+@pytest.mark.parametrize('sizes,train,read', [({}, 68, 29), (dict(seg_len=192, mem_len=192), 100, 47), (dict(attn_dropout=.2), 105, 29)], ids=str)
+def test_operations_of_a_layer_on_a_cpu(sizes, train, read):
+    assert per_layer(operations(True, **sizes)) <= train and per_layer(operations(False, **sizes)) <= read
+
+@pytest.fixture
+def launches(monkeypatch): # kernels that only count
+    monkeypatch.setattr(fused, 'choose', lambda z, dropout: 'triton')
+    monkeypatch.setattr(fused.cuda, '_launch', lambda *args, **how: torch.ones(1))
+
+@pytest.mark.parametrize('heads', [None, [3, 0, 1], [3, 0, 1, 4]], ids=str)
+def test_launches_on_a_gpu(launches, heads):
+    "In bfloat16, each kernel replaced by one operation."
+    layers = (len(heads) - 1, len(heads)) if heads else (2, 3)
+    train, read = ([operations(training, torch.bfloat16, [n], heads=heads and heads[:n])[0] for n in layers] for training in (True, False))
+    assert per_layer(train) <= 42 and per_layer(read) <= 8
+    assert len(read[1]) <= 8*layers[1] + 12
+
+WAITS = {'_local_scalar_dense', 'nonzero', 'is_nonzero', 'masked_select', 'equal', 'item'}
+
+@pytest.mark.parametrize('changes', [{}, dict(cutoffs=[9, 18])], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('frozen', [False, True])
+def test_forward_and_backward_ask_a_device_for_nothing(frozen, dtype, changes):
+    torch.manual_seed(0)
+    cfg = LMConfig(**dict(vocab=27, n_layer=2, d_model=32, n_head=2, n_persistent=16, seg_len=16, mem_len=16, dropout=.1, attn_dropout=0.) | changes)
+    model, gates, ids, mems = checkpoint.build(cfg).train(), HeadGates(2, 2).train(), torch.randint(27, (2, 17)), torch.randn(2, 2, 16, 32)
+    if frozen: gates.freeze()
+    for _ in range(2):                                                                   # the first step chooses a kernel
+        with Operations() as seen, torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
+            loss, _ = model(ids[:, :-1], ids[:, 1:], mems, gates())
+            (loss + .1 * gates.l0()).backward()
+    assert not WAITS & {*seen.names} and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+@pytest.mark.parametrize('changes', [{}, dict(heads=[3, 0, 1]), dict(dropout=.2, attn_dropout=.3), dict(seg_len=80, mem_len=70)], ids=str)
+def test_a_model_compiles_as_one_graph(changes):
+    "Reading and training: the same bits."
+    torch.manual_seed(0)
+    cfg = LMConfig(**dict(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=12, mem_len=12, dropout=0., attn_dropout=0.) | changes)
+    model = checkpoint.build(cfg)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    ids, mems, found = torch.randint(27, (2, cfg.seg_len + 1)), torch.randn(3, 2, cfg.mem_len, 32), []
+    for f in (model, compiled):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss, new = f(ids[:, :-1], ids[:, 1:], mems)
+        loss.backward()
+        with torch.no_grad(): read = f(ids[:, :-1], None, mems)[0] if not cfg.dropout else loss
+        found.append([loss, new, read, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+def compile_for_sm_90(): # registers that ptxas spills to memory: none, in bytes
+    import re, tempfile, triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    types = dict(L='*fp32', DELTA='*fp32', DU='*fp32', DPKV='*fp32', seed='*i64', VS='fp32')
+    types |= dict.fromkeys('Z ZM P U W PK PV O G DZ DP DZM'.split(), '*bf16')
+    def spilled(f, stages, **how):
+        constants = dict(D=64, SCALE=.125, SIZE=fused.cuda.SIZE) | how
+        signature = {n: 'constexpr' if n in constants else types.get(n, 'i32') for n in f.arg_names}
+        aligned = [i for i, n in enumerate(f.arg_names) if signature[n].startswith('*') or n in ('T', 'S', 'M', 'N', 'mb', 'mt')]
+        source = ASTSource(f, signature, {(f.arg_names.index(n),): x for n, x in constants.items()}, {(i,): [['tt.divisibility', 16]] for i in aligned})
+        code = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=4, num_stages=stages)).asm['ptx']
+        assert 'wgmma' in code and 'cp.async' in code or stages == 1                     # loads ahead of products
+        with tempfile.NamedTemporaryFile('w', suffix='.ptx') as file:
+            file.write(code); file.flush()
+            ptxas = max(Path(triton.__file__).parent.rglob('ptxas*'))                       # the newest
+            said = subprocess.run([ptxas, '-v', '-arch=sm_90a', file.name, '-o', os.devnull], capture_output=True, text=True, check=True).stderr
+        return int(re.search(r'(\d+) bytes spill stores', said)[1])
+    for drop in (0, int(.2 * 2**31)):
+        found = [spilled(fused.cuda._queries, 3, BACK=back, DROP=drop) for back in (False, True)]
+        found += [spilled(fused.cuda._keys, 1 if context else 3, CONTEXT=context, DROP=drop) for context in (False, True)]
+        assert found == [0]*4, found
+
+def test_kernels_compile_for_sm_90():
+    "Without a GPU, by the compiler that would run there."
+    pytest.importorskip('triton', reason="triton: not installed; pip install -e '.[triton]' for its tests")
+    subprocess.run([sys.executable, '-c', 'import test_fused; test_fused.compile_for_sm_90()'], check=True, cwd=Path(__file__).parent)
+
+@pytest.mark.parametrize('kernel', ['rows', 'library'])
+@pytest.mark.parametrize('scale', [40., 1e-3])
+def test_a_part_that_gets_no_weight_at_all(monkeypatch, kernel, scale):
+    "Where all weight is on the context, the log of the persistent keys' share is -inf."
+    monkeypatch.setattr(fused, 'choose', lambda z, dropout: kernel)
+    q, k, v, r, u, w, pk, pv = (x.detach() for x in inputs())
+    x = [y.requires_grad_() for y in (q, k * scale, v, r, u, w, pk / scale, pv)]
+    share = next(fused.weights(*(x[i] for i in (0, 1, 3, 4, 5, 6))))[2].float().sum(-1)
+    assert ((share == 0) if scale > 1 else (share > 1 - 1e-7)).any()
+    found, wanted = results(fused.fused_attend, x), results(attention.attend, x)
+    assert all(y.isfinite().all() and (y - z).abs().max() < 1e-9 * z.abs().max().clamp(min=1) for y, z in zip(found, wanted))

@@ -39,9 +39,10 @@ class AdaptiveSoftmax(nn.Module):
 @patch
 def embed(self: AdaptiveSoftmax, ids: Tensor) -> Tensor: # (b t) -> (b t c)
     "Embed words."
-    x, cluster = self.emb[0].new_zeros(*ids.shape, self.out.shape[0]), self.cluster(ids)
-    for i, (e, p) in enumerate(zip(self.emb, self.proj)):
-        x[cluster == i] = F.linear(F.embedding(ids[cluster == i] - self.edges[i], e), p).to(x.dtype)
+    x, cluster = 0, self.cluster(ids)
+    for i, (e, p) in enumerate(zip(self.emb, self.proj)):      # for all words: a mask would wait for the device
+        own = F.linear(F.embedding(torch.where(cluster == i, ids - self.edges[i], 0), e), p).to(e.dtype)
+        x = x + torch.where((cluster == i)[..., None], own, 0)
     return x
 
 # %% ../../nbs/engine/01_softmax.ipynb #48eb08cb
@@ -66,8 +67,8 @@ def loss(self: AdaptiveSoftmax, h: Tensor, targets: Tensor) -> Tensor: # (n c), 
     cluster, n = self.cluster(targets), self.sizes[0]
     first = torch.where(cluster > 0, n + cluster - 1, targets)
     total = F.cross_entropy(self.scores(h, 0), first, reduction='sum')
-    for i in range(1, len(self.emb)):
-        here = cluster == i
-        own = targets[here] - self.edges[i]
-        total = total + F.cross_entropy(self.scores(h[here], i), own, reduction='sum')
+    # the only wait for a device: how many targets each cluster has
+    counts = torch.stack([(cluster == i).sum() for i in range(len(self.emb))]).tolist()
+    for i, here in enumerate(cluster.argsort(stable=True).split(counts)):
+        if i: total = total + F.cross_entropy(self.scores(h[here], i), targets[here] - self.edges[i], reduction='sum')
     return total / (targets != -100).sum()
