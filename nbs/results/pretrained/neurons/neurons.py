@@ -72,7 +72,7 @@ class Arms:
             return self.removed(self.model, keep_mask(x, BLOCKS[share] / 46080), 64, seconds, read)
         x, seconds = self.scores(1, batches)
         group = dict(single=1, sorted16=16, sorted64=64)[how]
-        ranked, order = x.sort(1, descending=True, stable=True)
+        ranked, order = x.sort(dim=1, descending=True)
         keep = keep_mask(ranked.unflatten(1, (-1, group)).sum(-1), BLOCKS[share] / 46080).repeat_interleave(group, 1)
         keep = torch.zeros_like(keep).scatter(1, order, keep)
         return self.removed(self.model, keep, 1, seconds, read, scored=1024 * batches)
