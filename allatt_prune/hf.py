@@ -84,6 +84,7 @@ def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
     return mask.reshape(shape).bool()
 
 def _parameters(units): # (n p), all parameters of each unit that is left
+    if units.kind == 'layers': return torch.cat([p.flatten() for p in units.layer.parameters()])[None]
     (*inputs, out), n = units.modules, len(units.left)
     rows = [p for f in inputs for p in (weight_rows(f), f.bias) if p is not None]
     blocks = units.row.blocks if units.kind == 'heads' else 1
