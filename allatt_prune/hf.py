@@ -242,7 +242,7 @@ def train_gates(
     return gates.freeze().eval()
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c302
-def influence(heads, z) -> Tensor: # (l 1); for units='layers'
+def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     "1 - cosine of input and output of each layer, mean over tokens."
     found, n = torch.zeros(heads.shape), torch.zeros(heads.shape)
     def see(x, i, layer, args, how, out):
@@ -271,6 +271,7 @@ def prune(
     with shown(progress):
         scores, multiple = score(heads, None, method), math.gcd(16, heads.shape[1])
         keep = keep_mask(scores, share / most, multiple=multiple)
+        if keep.all(): raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         return least_squares(heads, keep, None) if neurons else heads.remove(keep)
 
 def heal(
