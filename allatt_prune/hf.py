@@ -10,7 +10,7 @@ import copy, inspect, math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle, islice
+from itertools import islice
 import numpy as np, torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from tqdm import tqdm, trange
@@ -257,45 +257,45 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
 def prune(
     model, batches, # not changed; all of them are read, twice
     share: float, # of all parameters of the model, embeddings included
-    units: str = 'neurons', # or layers
-    *, loss: Callable|None = None, # as for `train_gates`
-    progress: bool = True # show a bar
+    units: str = 'neurons', # or heads, or layers
+    *, loss: Callable|None = None, progress: bool = True # as for `train_gates`
 ): # the pruned model
-    "Remove the neurons, or layers, that matter least, and fit the neurons left to the whole layers."
-    heads = HFHeads(model, batches, units, 1, loss)
+    "Remove the neurons that matter least, and refit the others; or remove layers."
+    if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
+    heads, layered = HFHeads(model, batches, units, 1, loss), units == 'layers'
     most = float(heads.costs().expand(heads.shape).sum()) / heads.model.num_parameters()
     if not 0 < share < most:
         raise ValueError(f'share={share}: not a share; {units} are {most:.0%} of the parameters')
-    flat, neurons = 'whole' in heads.read()[0], units == 'neurons'
-    method = influence if units == 'layers' else 'output_difference' if flat else 'gradient'
+    method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else 'gradient'
     with shown(progress):
-        scores, multiple = score(heads, None, method), math.gcd(16, heads.shape[1])
-        keep = keep_mask(scores, share / most, multiple=multiple)
+        multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
+        keep = keep_mask(score(heads, None, method), share / most, multiple=multiple)
         if keep.all(): raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
-        return least_squares(heads, keep, None) if neurons else heads.remove(keep)
+        return heads.remove(keep) if layered else least_squares(heads, keep, None)
 
 def heal(
     small, whole, # pruned model, trained in place; the model before
-    batches, steps: int, # dicts of tensors, cycled through
+    batches, steps: int, # as for `train_gates`
     *, lr: float = 1e-4, progress: bool = True # learning rate, falls to 0; show a bar
 ): # the small model
     "Train a pruned model on the predictions of the whole one."
     if small.dtype.itemsize < 4: raise ValueError(f'small={small.dtype}: too coarse; give float32')
+    data = HFHeads(whole, batches if isinstance(batches, Mapping) else islice(batches, steps)).read()
     optimizer = torch.optim.AdamW(small.parameters(), lr, weight_decay=0.)
     with evaluating(small), shown(progress), bar(range(steps), 'heal') as turns:
-        for step, x in zip(turns, cycle([batches] if isinstance(batches, Mapping) else batches)):
+        for step in turns:
             optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
-            x = complete(whole, x)
-            if 'whole' in x: loss, n = _distances(small, x)
-            else:
-                with torch.no_grad(), evaluating(whole): p = next(iter(outputs(whole, x).values()))
-                p, q = p.log_softmax(-1), next(iter(outputs(small, x).values())).log_softmax(-1)
-                loss = (p.exp() * (p - q)).sum(-1)             # Kullback-Leibler divergence
-                n = _real(x, loss.shape) if loss.dim() > 1 else torch.ones_like(loss)
-                loss = loss * n
+            loss, n = _divergences(small, whole, data[step % len(data)])
             loss = loss.sum() / n.sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             turns.set_postfix_str(f'loss {loss.item():.3f}', refresh=False)
     return small
+
+def _divergences(small, whole, x): # batch -> of each prediction, 0 at padding; 1 where it counts
+    if 'whole' in x: return _distances(small, x)
+    with torch.no_grad(), evaluating(whole): p = next(iter(outputs(whole, x).values())).log_softmax(-1)
+    loss = F.kl_div(next(iter(outputs(small, x).values())).log_softmax(-1), p, reduction='none', log_target=True)
+    real = _real(x, p.shape[:-1]) if p.dim() > 2 else torch.ones(len(p))
+    return loss.sum(-1) * real, real
