@@ -223,8 +223,8 @@ def check(
     with evaluating(model), seeded(0), tempfile.TemporaryDirectory() as folder, ExitStack() as after:
         if shown: after.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
-        for kind in kinds or [kind for kind in KINDS['both'] if getattr(row, kind)] + KINDS['layers']:
-            if kind != 'layers' or len(layers(model)) > 1: _check(model, batch, kind, folder)
+        for kind in kinds or [kind for kind in KINDS['both'] if getattr(row, kind)]:
+            _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
 _OWN = 'kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config'
