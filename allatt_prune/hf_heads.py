@@ -88,9 +88,9 @@ class _Pass: # a forward pass; it draws its multipliers once, for all layers
         x, z = args[0], self.drawn(units, args[0])
         return ((x * z.repeat_interleave(x.shape[-1] // z.shape[-1], -1)).to(x.dtype),)
     def bypass(self, units, layer, args, how, out): # 1: the output of the layer, 0: its input
-        (x, y), rest = ends(args, how, out), out[1:] if isinstance(out, tuple) else None
+        x, y = ends(args, how, out)
         y = torch.lerp(wide(x), wide(y), self.drawn(units, x).to(wide(x))).to(y.dtype)
-        return y if rest is None else (y, *rest)
+        return (y, *out[1:]) if isinstance(out, tuple) else y
     def again(self, checkpoint, layer, *args, **how): # a layer run again meets the z of its own pass
         if getattr(checkpoint, 'keywords', {}).get('use_reentrant'): # it would forget the mask
             raise ValueError('model: reentrant checkpointing; give use_reentrant=False')
@@ -155,7 +155,7 @@ def _keep_layers(small, stay): # an ordinary model with fewer layers
             if hasattr(m, 'layer_idx'): m.layer_idx = i
     path, _, name = row.layers.rpartition('.')
     setattr(at(small.base_model, path), name, nn.ModuleList(layers(small)[j] for j in stay))
-    for name, x in vars(config).items():                       # lists with one entry for each layer
+    for name, x in [*vars(config).items()]:                     # lists with one entry for each layer
         if isinstance(x, list) and len(x) == l and 'token' not in name:
             setattr(config, name, [x[j] for j in stay])
     config.num_hidden_layers = len(stay)
