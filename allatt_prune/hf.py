@@ -244,14 +244,13 @@ def train_gates(
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c302
 def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     "1 - cosine of input and output of each layer, mean over tokens."
-    found, n = torch.zeros(heads.shape), torch.zeros(heads.shape)
+    found = [[] for _ in z]
     def see(x, i, layer, args, how, out):
         before, after = (wide(v)[_real(x, v.shape[:2])] for v in ends(args, how, out))
-        found[i] += (1 - F.cosine_similarity(before, after, -1)).sum().cpu()
-        n[i] += len(before)
+        found[i].append(1 - F.cosine_similarity(before, after, -1))
     def hook(x, i, units): return units.layer.register_forward_hook(partial(see, x, i), with_kwargs=True)
     heads.watch(z, hook, heads.parts())
-    return found / n
+    return torch.stack([torch.cat(x).mean() for x in found])[:, None]
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c305
 def prune(

@@ -122,9 +122,9 @@ def masked(
         hooks.enter_context(stack.register_forward_pre_hook(now.begin))
         rows = [x for x in units_of(model, units, n) if x.left]
         for x in rows:
-            if units != 'layers': hook = x.modules[-1].register_forward_pre_hook(partial(now.multiply, x))
-            else: hook = x.layer.register_forward_hook(partial(now.bypass, x), with_kwargs=True)
-            hooks.enter_context(hook)
+            hooks.enter_context(
+                x.layer.register_forward_hook(partial(now.bypass, x), with_kwargs=True) if units == 'layers'
+                else x.modules[-1].register_forward_pre_hook(partial(now.multiply, x)))
         if rows: hooks.enter_context(stack.register_forward_hook(now.end))
         name = '_gradient_checkpointing_func'
         runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}

@@ -193,9 +193,8 @@ class Pruned:
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
         auto = next((auto for auto, c in _classes(type(cfg)).items() if c is type(self)), odd)
         source, size = cfg._name_or_path, cfg.get_text_config().num_attention_heads // n_heads(cfg)
-        single = int in map(type, cfg.kept_neurons or [])
-        words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads',
-                     neurons='neurons' if single else 'groups of neurons')
+        neurons = 'neurons' if int in map(type, cfg.kept_neurons or []) else 'groups of neurons'
+        words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads', neurons=neurons)
         left = '; '.join(f'{[len(listed(x)) for x in kept]} of {n} {words[kind]}' for kind, n, kept in cfg.removed())
         link = '' if Path(source).exists() else f'base_model: {source}\n' # a folder, or no name
         return _CARD.format(name=Path(source).name or name, left=left, link=link, auto=auto, about=about)
