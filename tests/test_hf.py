@@ -389,7 +389,7 @@ def test_repairs(kind):
         w = hf.weight_rows(f).detach().T
         return w if f.bias is None else torch.cat([w, f.bias.detach()[None]])
     W, ones = weights(model), x.new_ones(len(x), int(biased))
-    whole, kept = (torch.cat([part, ones], 1) for part in (x, x[:, stays]))
+    whole, kept = (torch.cat([part, ones], 1) / pad(x, (0, 1), value=1.).norm(dim=1, keepdim=True) for part in (x, x[:, stays]))
     ridge = (.1 * kept.square().sum(0).mean()).sqrt() * torch.eye(kept.shape[1])
     own = W[torch.cat([stays, torch.ones(int(biased)).bool()])]
     change = torch.linalg.lstsq(torch.cat([kept, ridge]), pad(whole @ W - kept @ own, (0, 0, 0, len(ridge)))).solution

@@ -2,9 +2,10 @@
 import copy, subprocess, sys
 import pytest, torch
 transformers = pytest.importorskip('transformers')
-from allatt_prune import hf, hf_heads, hf_models, importance
+from torch.nn.functional import pad
+from allatt_prune import hf, hf_models, importance
 from allatt_prune.importance import keep_mask, score
-from allatt_prune.repair import RIDGE, least_squares
+from allatt_prune.repair import least_squares
 from test_hf import BATCH, DECODERS, IDS, KINDS, PAD, for_scores, hidden, made, plain_loop
 
 def random_mask(l, n, keep=.7, seed=5): return torch.rand(l, n, generator=torch.Generator().manual_seed(seed)) < keep
@@ -149,6 +150,19 @@ def test_scores_of_layers(kind):
     small = hf.remove_heads(model, gates) # gates know their units
     assert len(hf.layers(small)) == 2 and type(small) is type(model)
 
+@pytest.mark.parametrize('kind', ['bert', 'llama'])
+def test_fisher_is_the_sum_of_squares_of_examples(kind):
+    model, batches = for_scores(kind, dtype=torch.float64)
+    found, squares, total = score(hf.HFHeads(model, batches, 'neurons', 1), None, hf.fisher), 0, 0
+    for x in batches:
+        for row in range(len(x['input_ids'])):
+            one = {k: v[row:row + 1] for k, v in x.items()}
+            heads = hf.HFHeads(model, one, 'neurons', 1)
+            n = next(heads.losses())[1].sum()
+            squares = squares + (score(heads, None, 'gradient').double() * n).square()
+            total += n
+    torch.testing.assert_close(found, (squares / total**2).float(), rtol=1e-4, atol=1e-12)
+
 def test_a_layer_is_there_or_not():
     model = made('bert')
     for keep, z in ((torch.zeros(3, 1), None), (torch.ones(3, 1), torch.full((3, 1), .5))):
@@ -161,8 +175,9 @@ def rows_of(model, heads, k): # inputs of an output projection, and its weights 
     read = []
     heads.outputs(lambda i, x: read.append(x) if i == k else None)
     f = heads.rows()[k].modules[-1]
-    x, w = torch.cat(read), hf.weight_rows(f).detach().T
-    return (x, w) if f.bias is None else (torch.cat([x, x.new_ones(len(x), 1)], 1), torch.cat([w, f.bias.detach()[None]]))
+    x, w = pad(torch.cat(read), (0, 1), value=1.), hf.weight_rows(f).detach().T
+    x = x / x.norm(dim=1, keepdim=True) # each token counts alike
+    return (x[:, :-1], w) if f.bias is None else (x, torch.cat([w, f.bias.detach()[None]]))
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('units,group', [('neurons', 1), ('neurons', 8), ('both', 8)])
