@@ -17,10 +17,12 @@ from .training import evaluating
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
 @torch.no_grad()
 def gram(heads) -> dict[int, Tensor]: # (hd+1 hd+1) of each layer, float64
-    "Gram matrix of the head outputs before W_o, with a 1 appended, as unit vectors, summed over tokens."
+    "Gram matrix of the head outputs before W_o, with a 1 appended, summed over tokens."
     found = {}
     def look(i, x):
-        x = F.normalize(F.pad(wide(x), (0, 1), value=1.), dim=1)
+        x = F.pad(wide(x), (0, 1), value=1.)
+        length = x.norm(dim=1, keepdim=True)
+        x = x * (2 * length.median() / length).clamp(max=1)    # no token outweighs the others
         found[i] = found.get(i, 0) + exact(x.T @ x)
     with evaluating(heads.model): heads.outputs(look)
     return found
@@ -47,8 +49,8 @@ def least_squares(model, keep: Tensor, data):
         (W, bias), (new, new_bias) = heads.projection(i), heads.projection(i, small)
         W, K = exact(W), stays.repeat_interleave(len(W) // len(stays)).to(W.device)
         if bias is not None: W, K = torch.cat([W, exact(bias[None])]), F.pad(K, (0, 1), value=True)
-        if i == 0 and (tokens := round(G.trace().item())) < len(W):
-            warnings.warn(f'repair: {tokens} tokens for {len(W)} weights of each output; give more')
+        if i == 0 and G[-1, -1] < len(W):
+            warnings.warn(f'repair: {G[-1, -1]:.0f} tokens for {len(W)} weights of each output; give more')
         G = G[:len(W), :len(W)]                                # without the 1, if there is no bias
         A = G[K][:, K]
         ridge = RIDGE * A.diagonal().mean() * torch.eye(len(A)).to(A)
