@@ -175,8 +175,12 @@ def rows_of(model, heads, k): # inputs of an output projection, and its weights 
     read = []
     heads.outputs(lambda i, x: read.append(x) if i == k else None)
     f = heads.rows()[k].modules[-1]
-    x, w = pad(torch.cat(read), (0, 1), value=1.), hf.weight_rows(f).detach().T
-    x = x / x.norm(dim=1, keepdim=True) # each token counts alike
+    w, rows = hf.weight_rows(f).detach().T, []
+    for x in read: # of a batch; long rows are shortened
+        x = pad(x, (0, 1), value=1.)
+        n = x.square().sum(1, keepdim=True).sqrt()
+        rows.append(torch.where(n > 2 * n.median(), x * 2 * n.median() / n, x))
+    x = torch.cat(rows)
     return (x[:, :-1], w) if f.bias is None else (x, torch.cat([w, f.bias.detach()[None]]))
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -196,6 +200,26 @@ def test_least_squares_never_raises_the_error_of_a_layer(kind, units, group):
         fitted, only_cut = weights(a.modules[-1]), weights(b.modules[-1])
         assert error(fitted) <= error(only_cut) * (1 + 1e-9)
         if not stays.all(): assert error(fitted) < error(only_cut)
+
+class Layer: # an adapter of one layer of eight units, whose outputs are x
+    shape = 1, 8
+    def __init__(self, x): self.x, self.model = x, torch.nn.Linear(8, 4, bias=False, dtype=torch.float64)
+    def outputs(self, look): look(0, self.x)
+    def projection(self, i, model=None): return (model or self.model).weight.T, None
+    def stays(self, keep): return keep
+    def remove(self, keep):
+        small = torch.nn.Linear(int(keep.sum()), 4, bias=False, dtype=torch.float64)
+        small.weight = torch.nn.Parameter(self.model.weight.detach()[:, keep[0]])
+        return small
+
+def test_one_token_with_huge_outputs_does_not_ruin_the_others():
+    torch.manual_seed(0)
+    x = torch.randn(400, 8, dtype=torch.float64) @ torch.randn(8, 8, dtype=torch.float64)
+    x[0, 7] = 1e5 # of a neuron that will be removed
+    layer, keep = Layer(x), torch.arange(8)[None] < 7
+    want = (layer.model(x) - layer.remove(keep)(x[:, :7]))[1:].square().sum() # lost by removal, on the other tokens
+    small = least_squares(layer, keep, None)
+    assert (layer.model(x) - small(x[:, :7]))[1:].square().sum() < want
 
 def test_least_squares_of_both_kinds_is_that_of_each():
     model, batches = for_scores('llama', dtype=torch.float64)
