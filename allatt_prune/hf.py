@@ -267,14 +267,16 @@ def prune(
     "Remove the neurons that matter least, and refit the others; or remove layers."
     if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
     heads, layered = HFHeads(model, batches, units, 1, loss), units == 'layers'
-    most = float(heads.costs().expand(heads.shape).sum()) / heads.model.num_parameters()
-    if not 0 < share < most:
-        raise ValueError(f'share={share}: not a share; {units} are {most:.0%} of the parameters')
+    cost, left, total = float(heads.costs()[0]), heads.units_left.sum(), heads.model.num_parameters()
+    n = share * total / cost                                   # units to remove
+    if not 0 < n < left:
+        raise ValueError(f'share={share}: not a share; {units} are {left * cost / total:.0%} of the parameters')
     method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
         multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
-        keep = keep_mask(score(heads, None, method), share / most, multiple=multiple)
-        if keep.all(): raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
+        sparsity = 1 - float(left - n) / heads.units_left.numel() # with those removed before
+        keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
+        if keep.sum() == left: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         return heads.remove(keep) if layered else least_squares(heads, keep, None)
 
 def heal(
@@ -301,5 +303,5 @@ def _divergences(small, whole, x): # batch -> of each prediction, 0 at padding; 
     if 'whole' in x: return _distances(small, x)
     with torch.no_grad(), evaluating(whole): p = next(iter(outputs(whole, x).values())).log_softmax(-1)
     loss = F.kl_div(next(iter(outputs(small, x).values())).log_softmax(-1), p, reduction='none', log_target=True)
-    real = _real(x, p.shape[:-1]) if p.dim() > 2 else torch.ones(len(p))
+    real = _real(x, p.shape[:-1]) if p.dim() > 2 else p.new_ones(len(p))
     return loss.sum(-1) * real, real

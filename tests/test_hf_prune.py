@@ -242,6 +242,8 @@ def test_prune_removes_a_share_of_all_parameters(kind):
     cost = 16 * hf.HFHeads(model, None, 'neurons', 1).costs()[0]
     assert abs(model.num_parameters() * .9 - small.num_parameters()) <= cost / 2
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
+    again = hf.prune(small, batches, .1) # a pruned model, too
+    assert abs(small.num_parameters() * .9 - again.num_parameters()) <= cost / 2
     less = hf.prune(model, batches, .25, 'layers')
     assert len(hf.layers(less)) == 2 and type(less) is type(model)
     unlabelled = [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
