@@ -89,6 +89,7 @@ class LMHeads:
         rows = [attn.wq.weight, attn.wk.weight, attn.wv.weight, attn.wr.weight, attn.wo.weight.T]
         rows = [rearrange(w, '(h d) c -> h (d c)', h=h) for w in rows]
         return torch.cat([*rows, attn.u, attn.w, attn.pk.flatten(1), attn.pv.flatten(1)], 1)
+    def stays(self, keep): return keep
     def remove(self, keep, z=None): return remove_heads(self.model, keep, z)
 
 ADAPTERS = {LM: LMHeads} # class of models -> function of model, data, batch; `hf` adds its own
@@ -232,10 +233,19 @@ def score(
 def keep_mask(
     scores: Tensor, # (l h)
     sparsity: float, # share of the heads to remove, 0 to 1
-    *, costs: Tensor|None = None # (l h) parameters of each head; `sparsity` is then a share of them
+    *, costs: Tensor|None = None, # (l h) parameters of each head; `sparsity` is then a share of them
+    multiple: int = 1 # number kept in a layer: a multiple of it, which keeps kernels fast
 ) -> Tensor: # (l h), True where a head stays
     "Keep the heads with the highest scores. Ties go to the first."
     scores = torch.as_tensor(scores)
+    if multiple > 1:                                           # sort each layer, choose among runs
+        if scores.shape[1] % multiple:
+            raise ValueError(f'multiple={multiple}: does not divide {scores.shape[1]}')
+        best, order = scores.sort(dim=1, descending=True, stable=True)
+        runs = reduce(best, 'l (n m) -> l n', 'mean', m=multiple)
+        if costs is not None: costs = reduce(costs.expand(scores.shape).gather(1, order), 'l (n m) -> l n', 'sum', m=multiple)
+        keep = keep_mask(runs, sparsity, costs=costs).repeat_interleave(multiple, 1)
+        return torch.zeros_like(keep).scatter(1, order, keep)
     if scores.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
     if not 0 <= sparsity <= 1: raise ValueError(f'sparsity={sparsity}: not a share; give 0 to 1')
     order = scores.flatten().argsort(descending=True, stable=True)

@@ -11,16 +11,19 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 from .gates import output_scale
 from .importance import exact, heads_of
+from .model import wide
 from .training import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
 @torch.no_grad()
-def gram(heads) -> list[Tensor]: # (hd+1 hd+1) of each layer, float64
+def gram(heads) -> dict[int, Tensor]: # (hd+1 hd+1) of each layer, float64
     "Gram matrix of the head outputs before W_o, with a 1 appended, summed over tokens."
-    found = [0] * heads.shape[0]
+    found = {}
     def look(i, x):
-        x = F.pad(exact(x), (0, 1), value=1.)
-        found[i] = found[i] + x.T @ x
+        x = F.pad(wide(x), (0, 1), value=1.)
+        length = x.norm(dim=1, keepdim=True)
+        x = x * (2 * length.median() / length).clamp(max=1)    # no token outweighs the others
+        found[i] = found.get(i, 0) + exact(x.T @ x)
     with evaluating(heads.model): heads.outputs(look)
     return found
 
@@ -40,12 +43,14 @@ def least_squares(model, keep: Tensor, data):
     "Fit W_o and bias of the kept heads to the output of the whole layer."
     heads = heads_of(model, data)
     small, keep = heads.remove(keep), torch.as_tensor(keep).bool().cpu()
-    for i, (G, stays) in enumerate(zip(gram(heads), keep)):
+    rows = heads.stays(keep)
+    for i, G in gram(heads).items():
+        stays = rows[i]
         (W, bias), (new, new_bias) = heads.projection(i), heads.projection(i, small)
         W, K = exact(W), stays.repeat_interleave(len(W) // len(stays)).to(W.device)
         if bias is not None: W, K = torch.cat([W, exact(bias[None])]), F.pad(K, (0, 1), value=True)
         if i == 0 and G[-1, -1] < len(W):
-            warnings.warn(f'repair: {int(G[-1, -1])} tokens for {len(W)} weights of each output; give more')
+            warnings.warn(f'repair: {G[-1, -1]:.0f} tokens for {len(W)} weights of each output; give more')
         G = G[:len(W), :len(W)]                                # without the 1, if there is no bias
         A = G[K][:, K]
         ridge = RIDGE * A.diagonal().mean() * torch.eye(len(A)).to(A)

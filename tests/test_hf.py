@@ -383,13 +383,15 @@ def test_repairs(kind):
     keep, read = torch.ones(3, 4).bool(), []
     keep[0, :2] = False  # the first layer, by definition
     hf.HFHeads(model, batches).outputs(lambda i, x: read.append(x) if i == 0 else None)
+    lengths = [(x.square().sum(1, keepdim=True) + 1).sqrt() for x in read]
+    shortened = torch.cat([torch.where(n > 2 * n.median(), 2 * n.median() / n, 1.) for n in lengths]) # in each batch
     x, stays = torch.cat(read), keep[0].repeat_interleave(read[0].shape[1] // 4)
     def weights(net):
         f = projections(net)[0]
         w = hf.weight_rows(f).detach().T
         return w if f.bias is None else torch.cat([w, f.bias.detach()[None]])
     W, ones = weights(model), x.new_ones(len(x), int(biased))
-    whole, kept = (torch.cat([part, ones], 1) for part in (x, x[:, stays]))
+    whole, kept = (torch.cat([part, ones], 1) * shortened for part in (x, x[:, stays]))
     ridge = (.1 * kept.square().sum(0).mean()).sqrt() * torch.eye(kept.shape[1])
     own = W[torch.cat([stays, torch.ones(int(biased)).bool()])]
     change = torch.linalg.lstsq(torch.cat([kept, ridge]), pad(whole @ W - kept @ own, (0, 0, 0, len(ridge)))).solution
