@@ -173,7 +173,8 @@ def _check(model, batch, kind, folder): # heads or neurons
     try:
         small = _removed(model, keep, z, kind)
         small.save_pretrained(folder)
-        again = type(small).from_pretrained(folder, dtype=model.dtype)
+        how = model.config._attn_implementation
+        again = type(small).from_pretrained(folder, dtype=model.dtype, attn_implementation=how)
         gaps = [_gap(outputs(net, batch), want) for net in (small, again)]
     except Exception as e: raise ValueError(f'{said}{e}; is its row right?'.replace('\n', ' ')) from e
     if not all(gap < effect / 100 for gap in gaps):
@@ -195,15 +196,17 @@ def check(
             _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
-_OWN = 'kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config'
-_MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8) # by part of a name
+_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config',
+        'out_features', 'out_indices')                         # of a backbone: names of layers
+_MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
+             intermediate_size=96) # by part of a name
 _CHECKED = set()
 
 def _small(config): # -> dict of a configuration with the same flags and number of heads, but small
     found = {name: x for name, x in config.to_dict().items() if name not in _OWN}
     found |= {k: _small(x) for k, x in vars(config).items() if hasattr(x, 'get_text_config')}
     names = 'num_attention_heads', 'hidden_size', 'num_hidden_layers', 'head_dim', 'intermediate_size'
-    h, c, l, d, f = (getattr(config, name, None) for name in names)
+    h, c, l, d, f = (found.get(config.attribute_map.get(name, name)) for name in names)
     if not h: return found                                     # of several models
     d = d or c // h
     sizes = {4 * c: 96, f: 96, c: c * min(d, 16) // d}
@@ -218,8 +221,16 @@ def _small(config): # -> dict of a configuration with the same flags and number 
 
 def _batch(model): # one random row
     cfg, name = model.config.get_text_config(), model.main_input_name
-    if name == 'input_ids': return {name: torch.randint(4, cfg.vocab_size * 3 // 4, (1, 8))}
-    return dict(pixel_values=torch.randn(1, cfg.num_channels, cfg.image_size, cfg.image_size))
+    def has(name, default=0): return getattr(cfg, name, default)
+    ids = torch.randint(4, has('vocab_size', 100) * 3 // 4, (1, 8))
+    x = dict(decoder_input_ids=ids) if has('is_encoder_decoder') else {}
+    if name == 'input_ids': return {name: ids} | x
+    if name == 'input_values': size = [4000]                   # sound
+    elif name == 'input_features': size = cfg.num_mel_bins, 2 * cfg.max_source_positions
+    else:
+        size = cfg.image_size if isinstance(cfg.image_size, list) else [cfg.image_size] * 2
+        size = *([cfg.num_frames] if has('num_frames') else []), cfg.num_channels, *size
+    return {name: torch.randn(1, *size)} | x
 
 def _random(whole, config): # a small model, a batch
     with seeded(0), torch.device('cpu'):

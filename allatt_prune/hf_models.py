@@ -20,26 +20,97 @@ from transformers.pytorch_utils import Conv1D
 class Architecture:
     "Paths of the heads and the feed-forward neurons of a model type."
     layers: str # path of the list of layers, in the base model
-    heads: str # paths in a layer: projections to queries, keys and values, then the output projection
+    heads: str # paths in a layer: projections to queries, keys and values, then the output one; '': none
     neurons: str = '' # paths in a layer: projections to the neurons, then the one from them
     blocks: int = 1 # 3 if one input projection holds all queries, then all keys, then all values
     sizes: str = '' # attributes of the attention module that are proportional to its number of heads
 
-_BERT = Architecture('encoder.layer', 'attention.self.query attention.self.key attention.self.value '
-                     'attention.output.dense', 'intermediate.dense output.dense')
-_LLAMA = Architecture('layers', 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj',
-                      'mlp.gate_proj mlp.up_proj mlp.down_proj')
-ARCHITECTURES = dict( # by model type
-    distilbert=Architecture('transformer.layer', 'attention.q_lin attention.k_lin attention.v_lin '
-                            'attention.out_lin', 'ffn.lin1 ffn.lin2'),
-    gpt2=Architecture('h', 'attn.c_attn attn.c_proj', 'mlp.c_fc mlp.c_proj', 3, 'split_size'),
-    bert=_BERT, roberta=_BERT, llama=_LLAMA, mistral=_LLAMA, qwen2=_LLAMA, qwen3=_LLAMA)
+# %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
+def _qkv(attn, out): return f'{attn}.q_proj {attn}.k_proj {attn}.v_proj {attn}.{out}'
+
+_LLAMA, _OPT = (_qkv('self_attn', out) for out in ('o_proj', 'out_proj'))
+_VIT, _WAV = (_qkv('attention', out) for out in ('o_proj', 'out_proj'))
+_BERT, _YOLOS = (f'attention.{x}.query attention.{x}.key attention.{x}.value attention.output.dense'
+                 for x in ('self', 'attention'))
+_DEBERTA = _BERT.replace('y ', 'y_proj ').replace('value', 'value_proj')
+_GATED, _PLAIN = 'mlp.gate_proj mlp.up_proj mlp.down_proj', 'mlp.up_proj mlp.down_proj'
+_FC, _GPT2, _NEOX = 'mlp.fc1 mlp.fc2', 'mlp.c_fc mlp.c_proj', 'mlp.dense_h_to_4h mlp.dense_4h_to_h'
+_DENSE = 'intermediate.dense output.dense'
+_FEED = 'feed_forward.intermediate_dense feed_forward.output_dense'
+_ALL, _EMBED = 'num_attention_heads all_head_size', 'num_heads embed_dim'
+_ROWS = { # by model types
+    # decoders
+    'llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text olmo smollm3 granite cohere cohere2 '
+    'exaone4 ernie4_5 hunyuan_v1_dense ministral ministral3 seed_oss helium vaultgemma internlm3 '
+    'iquestcoder qwen2_vl_text qwen2_5_vl_text qwen3_vl_text': ('layers', _LLAMA, _GATED),
+    'gemma3 llava llava_next llava_onevision mistral3 paligemma internvl qwen2_vl qwen2_5_vl qwen3_vl':
+        ('language_model.layers', _LLAMA, _GATED),
+    'idefics3 smolvlm': ('text_model.layers', _LLAMA, _GATED),
+    'stablelm': ('layers', _LLAMA, _GATED, 1, 'num_heads num_key_value_heads hidden_size'),
+    'arcee apertus jais2 nemotron': ('layers', _LLAMA, _PLAIN),
+    'nanochat': ('layers', _LLAMA, _FC),
+    'starcoder2': ('layers', _LLAMA, _GPT2),
+    'phi': ('layers', _qkv('self_attn', 'dense'), _FC),
+    'glm glm4 mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared phimoe glm4_moe ernie4_5_moe '
+    'hunyuan_v1_moe': ('layers', _LLAMA), # experts
+    'deepseek_v2 deepseek_v3': ('layers', 'self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj'),
+    'modernbert-decoder': ('layers', _qkv('attn', 'Wo')),
+    'gpt2': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size'),
+    'openai-gpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size n_head'),
+    'imagegpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size num_heads'),
+    'gpt_neo': ('h', _qkv('attn.attention', 'out_proj'), _GPT2, 1, 'num_heads'),
+    'gptj': ('h', _qkv('attn', 'out_proj'), 'mlp.fc_in mlp.fc_out', 1, 'num_attention_heads embed_dim'),
+    'gpt_neox': ('layers', 'attention.query_key_value attention.dense', _NEOX),
+    'gpt_neox_japanese': ('layers', 'attention.query_key_value attention.dense', _NEOX, 1,
+                          'num_attention_heads hidden_size'),
+    'persimmon': ('layers', 'self_attn.query_key_value self_attn.dense', _NEOX, 1,
+                  'num_heads hidden_size'),
+    'ctrl': ('h', ' '.join(f'multi_head_attention.{x}' for x in ('Wq', 'Wk', 'Wv', 'dense')),
+             'ffn.0 ffn.2', 1, 'num_heads d_model_size'),
+    'biogpt': ('layers', _OPT, 'fc1 fc2'),
+    'xglm': ('layers', _OPT, 'fc1 fc2', 1, _EMBED),
+    'opt': ('decoder.layers', _OPT, 'fc1 fc2', 1, _EMBED),
+    # encoders of texts
+    'bert roberta electra xlm-roberta xlm-roberta-xl camembert esm ernie layoutlm roberta-prelayernorm '
+    'data2vec-text bert-generation roc_bert splinter markuplm': ('encoder.layer', _BERT, _DENSE),
+    'megatron-bert rembert roformer visual_bert tapas': ('encoder.layer', _BERT, _DENSE, 1, _ALL),
+    'deberta-v2': ('encoder.layer', _DEBERTA, _DENSE, 1, _ALL),
+    'distilbert': ('transformer.layer', ' '.join(f'attention.{x}_lin' for x in ('q', 'k', 'v', 'out')),
+                   'ffn.lin1 ffn.lin2'),
+    'albert': ('encoder.albert_layer_groups', ' '.join(f'albert_layers.0.attention.{x}' for x in
+               ('query', 'key', 'value', 'dense')), 'albert_layers.0.ffn albert_layers.0.ffn_output'),
+    'eurobert nomic_bert gte': ('layers', _LLAMA, _GATED),
+    'jina_embeddings_v3': ('layers', _LLAMA, _FC),
+    'modernbert': ('layers', 'attn.Wqkv attn.Wo', '', 3),
+    # encoders of images and sound
+    'clip_text_model clip_vision_model siglip_vision_model chinese_clip_vision_model':
+        ('encoder.layers', _OPT, _FC),
+    'vit deit ijepa vit_msn pixio': ('layers', _VIT, _FC),
+    'dinov2 dinov2_with_registers': ('encoder.layer', _VIT, _FC),
+    'dinov3_vit': ('layer', _VIT, _PLAIN, 1, 'num_heads'),
+    'yolos videomae': ('encoder.layer', _YOLOS, _DENSE, 1, _ALL),
+    'wav2vec2 hubert data2vec-audio unispeech unispeech-sat sew': ('encoder.layers', _WAV, _FEED),
+    # encoder and decoder: only the encoder's
+    'bart mbart plbart marian m2m_100 pegasus blenderbot blenderbot-small':
+        ('encoder.layers', _OPT, 'fc1 fc2'),
+    'whisper': ('encoder.layers', _OPT, 'fc1 fc2', 1, _EMBED),
+    # only neurons
+    'olmo2 olmo3 qwen3_5_text': ('layers', '', _GATED),
+    'lfm2': ('layers', '', 'feed_forward.w1 feed_forward.w3 feed_forward.w2'),
+    'bloom': ('h', '', _NEOX),
+    'codegen': ('h', '', 'mlp.fc_in mlp.fc_out'),
+    'mpnet longformer': ('encoder.layer', '', _DENSE),
+    'wavlm': ('encoder.layers', '', _FEED)}
+ARCHITECTURES = {kind: Architecture(*row) for kinds, row in _ROWS.items() for kind in kinds.split()}
+
+# %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd41
 PRUNED = 'allatt_prune-' # prefix of the model type of a pruned model
 
 def architecture(config) -> Architecture: # of a model, pruned or not
     "Where the units of a model are."
     kind = config.model_type.removeprefix(PRUNED)
-    if kind not in ARCHITECTURES: raise ValueError(f'model={kind}: not one of {", ".join(ARCHITECTURES)}; describe it with add_architecture (04_hf_models)')
+    if kind not in ARCHITECTURES:
+        raise ValueError(f'model={kind}: no row; describe it with add_architecture (04_hf_models)')
     return ARCHITECTURES[kind]
 
 def at(module: nn.Module, path: str): # names and dots; empty: the module
@@ -76,7 +147,7 @@ class Units:
 def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; as if none were cut
     "List the units of all layers, heads first."
     config, row, found, start = model.config, architecture(model.config), [], 0
-    attention = row.heads.split()[0].rpartition('.')[0]
+    attention = row.heads.partition(' ')[0].rpartition('.')[0]
     for kind in KINDS[units]:
         paths = getattr(row, kind).split()
         if not paths: raise ValueError(f'units={kind}: not in the row of {config.model_type}')
@@ -153,9 +224,12 @@ class PrunedConfig:
     "Mixin of a configuration that lists the units left in each layer."
     kept_heads = kept_neurons = None # None: all
     neuron_groups = 0 # in a layer of the whole model; 0: none were removed
+    def __new__(cls, *args, **kwargs):
+        _pruned(cls)                                           # its models are found from now on
+        return super().__new__(cls)
     def save_pretrained(self, folder, *args, **kwargs):
         "Save the configuration, and code that builds the model without this package."
-        classes = dict(AutoConfig=type(self)) | _classes(type(self))
+        classes = dict(AutoConfig=type(self)) | _pruned(type(self))
         self.auto_map = {auto: f'{_CODE}.{c.__name__}' for auto, c in classes.items()}
         super().save_pretrained(folder, *args, **kwargs)
         row = self.model_type.removeprefix(PRUNED), *dataclasses.astuple(architecture(self))
@@ -184,7 +258,7 @@ class Pruned:
         "Model card: the units left, and how to open the model."
         cfg, name = self.config, type(self).__name__
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
-        auto = next((auto for auto, c in _classes(type(cfg)).items() if c is type(self)), odd)
+        auto = next((auto for auto, c in _pruned(type(cfg)).items() if c is type(self)), odd)
         source, size = cfg._name_or_path, cfg.get_text_config().num_attention_heads // n_heads(cfg)
         words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads', neurons='groups of neurons')
         left = '; '.join(f'{[*map(len, kept)]} of {n} {words[kind]}' for kind, n, kept in cfg.removed())
@@ -193,9 +267,7 @@ class Pruned:
 
 # %% ../nbs/beyond/04_hf_models.ipynb #12a117f4
 @cache
-def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
-    "Class of a pruned model. It also loads models that no Auto class covers."
-    config = transformers.CONFIG_MAPPING[PRUNED + whole.config_class.model_type]
+def _subclass(config, whole): # classes of a pruned configuration and a whole model
     return type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
 
 _AUTO = [name for name in dir(transformers) if name.startswith('AutoModel')]
@@ -204,16 +276,32 @@ def _classes(config): # configuration class -> model classes, by the name of the
     found = {name: getattr(transformers, name)._model_mapping.get(config, None) for name in _AUTO}
     return {name: c for name, c in found.items() if getattr(c, 'config_class', None) is config}
 
-def add_architecture(kind: str, *row): # `config.model_type`; fields of `Architecture`
-    "Support another model type: masks, removal, saving and loading."
-    if kind not in transformers.CONFIG_MAPPING: raise ValueError(f'kind={kind}: not in transformers')
-    if row: ARCHITECTURES[kind] = Architecture(*row)
+@cache
+def _pruned(config): # class of a pruned configuration -> pruned model classes, as for `_classes`
+    whole = transformers.CONFIG_MAPPING[config.model_type.removeprefix(PRUNED)]
+    found = {name: _subclass(config, c) for name, c in _classes(whole).items()}
+    for name, c in found.items():                              # the Auto classes find them
+        globals()[c.__name__] = c
+        getattr(transformers, name).register(config, c, exist_ok=True)
+    return found
+
+def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
+    "Class of a pruned model. It also loads models that no Auto class covers."
+    config = transformers.CONFIG_MAPPING[PRUNED + whole.config_class.model_type]
+    _pruned(config)
+    return _subclass(config, whole)
+
+def _config(kind): # -> class of the configuration of pruned models
     whole = transformers.CONFIG_MAPPING[kind]
     config = type(f'Pruned{whole.__name__}', (PrunedConfig, whole), dict(model_type=PRUNED + kind))
     transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
-    globals()[config.__name__] = config
-    for name, c in _classes(whole).items():                    # the Auto classes find them
-        pruned = globals()[f'Pruned{c.__name__}'] = pruned_class(c)
-        getattr(transformers, name).register(config, pruned, exist_ok=True)
+    return globals().setdefault(config.__name__, config)
 
-for kind in ARCHITECTURES: add_architecture(kind)
+def add_architecture(kind: str, *row): # `config.model_type`; fields of `Architecture`
+    "Support another model type: masks, removal, saving and loading."
+    if kind not in transformers.CONFIG_MAPPING: raise ValueError(f'kind={kind}: not in transformers')
+    ARCHITECTURES[kind] = Architecture(*row)
+    _pruned(transformers.CONFIG_MAPPING.get(PRUNED + kind) or _config(kind))
+
+for kind in ARCHITECTURES: # those that this version of transformers has
+    if kind in transformers.CONFIG_MAPPING: _config(kind)
