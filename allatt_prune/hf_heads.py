@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, Pruned, Units, architecture, at, cut, layers, n_heads, pruned_class,
-                                    units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, layers, n_heads,
+                                    pruned_class, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -128,8 +128,9 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
     except RuntimeError as e: raise ValueError('model: hooks compute its weights; make them plain') from e
     old, own = small.config, copy.deepcopy(small.config)
     for m in small.modules():                                  # other models may share the old one
-        if getattr(m, 'config', None) is old: m.config = own
         if hasattr(vars(m).get('forward'), '_torchdynamo_orig_callable'): del m.forward # the old model's
+        while isinstance(getattr(m, 'config', None), OwnConfig): m = m.config
+        if getattr(m, 'config', None) is old: m.config = own
     if not isinstance(model, Pruned): small.__class__ = pruned_class(type(model))
     small.config.__class__ = small.config_class
     kept = {kind: [] for kind in KINDS[units]}
@@ -150,12 +151,14 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4000
 def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does not take are left out
-    "Logits or vectors of a batch, by name. With labels, the model would compute a loss."
-    names = inspect.signature(type(model).forward).parameters.keys() - {'labels'}
+    "Logits or vectors of a batch, by name. Only a decoder with an encoder reads labels."
+    names = inspect.signature(type(model).forward).parameters.keys()
+    if not model.config.is_encoder_decoder: names -= {'labels'} # with them, it would compute a loss
     given = {name: v for name, v in x.items() if name in names and torch.is_tensor(v)}
     out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
+    out.pop('loss', None)
     if len(out) > 1: out.pop('pooler_output', None)            # made of the others
     return out
 
@@ -235,7 +238,9 @@ def _batch(model): # one random row
 def _random(whole, config): # a small model, a batch
     with seeded(0), torch.device('cpu'):
         net = whole(whole.config_class.from_dict(_small(config), attn_implementation='eager'))
-        for p in net.parameters(): p += torch.randn_like(p) * (.2 if p.dim() < 2 else p.shape[-1] ** -.5)
+        for name, p in net.named_parameters():
+            if name not in (net._keys_to_ignore_on_save or ()): # made when a model is loaded
+                p += torch.randn_like(p) * (.2 if p.dim() < 2 else p.shape[-1] ** -.5)
         return net, _batch(net)
 
 @torch.no_grad()

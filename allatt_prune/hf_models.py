@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRUNED', 'KINDS', 'Architecture', 'architecture', 'at', 'layers', 'n_heads', 'Units', 'units_of',
-           'weight_rows', 'cut', 'PrunedConfig', 'Pruned', 'pruned_class', 'add_architecture']
+           'weight_rows', 'unit_rows', 'OwnConfig', 'cut', 'PrunedConfig', 'Pruned', 'pruned_class', 'add_architecture']
 
 # %% ../nbs/beyond/04_hf_models.ipynb #c3a873ca
 import dataclasses
@@ -22,8 +22,9 @@ class Architecture:
     layers: str # path of the list of layers, in the base model
     heads: str # paths in a layer: projections to queries, keys and values, then the output one; '': none
     neurons: str = '' # paths in a layer: projections to the neurons, then the one from them
-    blocks: int = 1 # 3 if one input projection holds all queries, then all keys, then all values
+    blocks: int = 1 # 3 if one projection holds all queries, then all keys, then all values
     sizes: str = '' # attributes of the attention module that are proportional to its number of heads
+    halves: int = 1 # 2 if one projection holds all gates of neurons, then all their other inputs
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
 def _qkv(attn, out): return f'{attn}.q_proj {attn}.k_proj {attn}.v_proj {attn}.{out}'
@@ -50,11 +51,16 @@ _ROWS = { # by model types
     'arcee apertus jais2 nemotron': ('layers', _LLAMA, _PLAIN),
     'nanochat': ('layers', _LLAMA, _FC),
     'starcoder2': ('layers', _LLAMA, _GPT2),
+    'gpt_oss': ('layers', _LLAMA.replace(' self_attn.o', ' self_attn.sinks self_attn.o')),
+    'granite_swa': ('layers', _LLAMA.replace(' self_attn.o', ' self_attn.sinks self_attn.o'), _GATED),
+    'glm glm4': ('layers', _LLAMA, 'mlp.gate_up_proj mlp.down_proj', 1, '', 2),
+    'phi3': ('layers', 'self_attn.qkv_proj self_attn.o_proj', 'mlp.gate_up_proj mlp.down_proj', 3,
+             'config.num_attention_heads num_key_value_heads', 2),
     'phi': ('layers', _qkv('self_attn', 'dense'), _FC),
-    'glm glm4 mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared phimoe glm4_moe ernie4_5_moe '
+    'mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared phimoe glm4_moe ernie4_5_moe '
     'hunyuan_v1_moe': ('layers', _LLAMA), # experts
     'deepseek_v2 deepseek_v3': ('layers', 'self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj'),
-    'modernbert-decoder': ('layers', _qkv('attn', 'Wo')),
+    'modernbert-decoder': ('layers', _qkv('attn', 'Wo'), 'mlp.Wi mlp.Wo', 1, '', 2),
     'gpt2': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size'),
     'openai-gpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size n_head'),
     'imagegpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size num_heads'),
@@ -81,7 +87,7 @@ _ROWS = { # by model types
                ('query', 'key', 'value', 'dense')), 'albert_layers.0.ffn albert_layers.0.ffn_output'),
     'eurobert nomic_bert gte': ('layers', _LLAMA, _GATED),
     'jina_embeddings_v3': ('layers', _LLAMA, _FC),
-    'modernbert': ('layers', 'attn.Wqkv attn.Wo', '', 3),
+    'modernbert': ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3, '', 2),
     # encoders of images and sound
     'clip_text_model clip_vision_model siglip_vision_model chinese_clip_vision_model':
         ('encoder.layers', _OPT, _FC),
@@ -161,18 +167,27 @@ def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; 
     return found
 
 # %% ../nbs/beyond/04_hf_models.ipynb #361d1107
-def weight_rows(f: nn.Linear|Conv1D) -> torch.Tensor: # (outputs inputs), a view
+def weight_rows(f: nn.Linear|Conv1D|nn.Parameter) -> torch.Tensor: # (outputs inputs), a view
     "Weight of a linear layer, with outputs as rows in either kind."
+    if type(f) is nn.Parameter: return f                       # numbers of each head
     odd = [f, f.weight, f.bias] if type(f) in (nn.Linear, Conv1D) else [f]
     for x in odd: # cutting would lose an adapter, quantization, or what computes a weight
         if type(x) not in (nn.Linear, Conv1D, nn.Parameter, type(None)):
             raise ValueError(f'projection={type(x).__name__}: not plain; merge adapters, dequantize')
     return f.weight.T if isinstance(f, Conv1D) else f.weight
 
-def _cut(f, axis, stay, n, blocks=1): # keep some of n units: outputs (axis 0) or inputs (axis 1)
+def unit_rows(units: Units, f) -> list[torch.Tensor]: # of a projection to the units; (n p) in each block
+    "Rows of each unit that is left."
+    w, first = len(weight_rows(f)), weight_rows(units.modules[-1]).shape[1]
+    b = units.row.blocks if units.kind == 'heads' else units.row.halves
+    sizes = [first] + [(w - first) // (b - 1)] * (b - 1) if b > 1 else [w]
+    return [x.view(len(units.left), -1) for x in torch.arange(w).split(sizes)]
+
+def _cut(f, axis, index): # keep some outputs (axis 0) or inputs (axis 1)
     w, conv = weight_rows(f).detach(), isinstance(f, Conv1D)
-    index = torch.arange(w.shape[axis]).view(blocks, n, -1)[:, stay].flatten().to(w.device)
+    index = index.to(w.device)
     w = w.index_select(axis, index)
+    if w.dim() < 2: f.data = w; return
     f.weight = nn.Parameter((w.T if conv else w).contiguous(), f.weight.requires_grad)
     if f.bias is not None and axis == 0:
         f.bias = nn.Parameter(f.bias.detach()[index], f.bias.requires_grad)
@@ -187,24 +202,36 @@ class _Constant(nn.Module): # the output projection of an empty layer
         self.bias = bias
     def forward(self, x): return _zeros(len(self.bias), x) + self.bias
 
+class OwnConfig:
+    "Configuration of one layer: the model's, but for the numbers that are set here."
+    def __init__(self, config): self.config = config
+    def __getattr__(self, name):
+        if name.startswith('__'): raise AttributeError(name)   # of Python, for copies
+        return getattr(self.config, name)
+
 def cut(units: Units, columns: list[int]):
     "Cut the projections of one layer to the units of some columns."
     row, heads, n = units.row, units.kind == 'heads', len(units.left)
     if not n: return                                           # emptied before
     stay = [j for j, column in enumerate(units.left) if column in columns]
-    for name in row.sizes.split() if heads else ():
-        setattr(units.attn, name, getattr(units.attn, name) // n * max(len(stay), 1))
+    if heads and 'config.' in row.sizes: units.attn.config = OwnConfig(units.attn.config)
+    for path in row.sizes.split() if heads else ():
+        owner, name = path.rpartition('.')[::2]
+        setattr(at(units.attn, owner), name, at(units.attn, path) // n * max(len(stay), 1))
     *inputs, output = units.modules
-    if stay:
-        for f in inputs: _cut(f, 0, stay, n, row.blocks if heads else 1)
-        return _cut(output, 1, stay, n)
-    for path, f in zip(getattr(row, units.kind).split(), units.modules):
+    some = stay or [0]                                         # an empty layer makes those of one
+    rows = [torch.cat([x[some].flatten() for x in unit_rows(units, f)]) for f in inputs]
+    for f, index in zip(inputs, rows):
+        if stay or type(f) is nn.Parameter: _cut(f, 0, index)
+    width = weight_rows(output).shape
+    if stay: return _cut(output, 1, torch.arange(width[1]).view(n, -1)[stay].flatten())
+    for path, f, index in zip(getattr(row, units.kind).split(), units.modules, [*rows, range(width[0])]):
+        if type(f) is nn.Parameter: continue
         parent, name = path.rpartition('.')[::2]
         parent = at(units.layer, parent)
         delattr(parent, name)                                  # no module where there are no parameters
         biased = f is output and f.bias is not None
-        width = len(weight_rows(f)) // (1 if f is output else n)
-        setattr(parent, name, _Constant(f.bias) if biased else partial(_zeros, width))
+        setattr(parent, name, _Constant(f.bias) if biased else partial(_zeros, len(index)))
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ff5dafc3
 _CODE = 'modeling_allatt_prune' # name of this module in a saved folder

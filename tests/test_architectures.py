@@ -1,10 +1,12 @@
-"Every row of ARCHITECTURES on a tiny random model: masked = removed = reloaded, and texts of decoders."
+"Every row of ARCHITECTURES on a tiny random model: masked = removed = reloaded, texts of decoders, wrong rows refused."
 import copy
 import pytest, torch
 transformers = pytest.importorskip('transformers')
-from transformers import AutoModel, AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, CONFIG_MAPPING
 from allatt_prune import hf, hf_models
 from allatt_prune.hf_models import ARCHITECTURES
+
+ROWS = dict(ARCHITECTURES)  # other tests add wrong ones
 
 ATTEND = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48)
 TEXT = ATTEND | dict(vocab_size=60, max_position_embeddings=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
@@ -35,28 +37,28 @@ IDS = torch.randint(4, 60, (3, 8), generator=torch.Generator().manual_seed(0))
 PAD = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [1] * 4 + [0] * 4])
 WORDS = dict(input_ids=IDS * PAD, attention_mask=PAD)
 
-def tiny(kind): # -> model, batch
-    config, row = CONFIG_MAPPING[kind], ARCHITECTURES[kind]
+def tiny(kind, **changes): # -> model, batch
+    config = CONFIG_MAPPING[kind]
     fields = config().to_dict()
-    given, x = TEXT, WORDS
+    given, x, auto = TEXT, WORDS, AutoModelForCausalLM if config in AutoModelForCausalLM._model_mapping else AutoModel
     if 'vision_config' in fields: # of images and text
         def part(name, **fields): return fields | dict(model_type=getattr(config(), name).model_type)
         rope = dict(rope_type='default', rope_theta=1e4) | (dict(mrope_section=[1, 1, 2]) if 'qwen' in kind else {})
         given = dict(text_config=part('text_config', **TEXT, head_dim=8, rope_parameters=rope),
                      vision_config=part('vision_config', **PIXELS, depth=1, num_heads=4, embed_dim=32, out_hidden_size=32))
     elif 'encoder_layers' in fields:
-        given, x = STACKS, x | dict(decoder_input_ids=IDS[:, :4])
-        if 'num_mel_bins' in fields: x = dict(input_features=rand(2, 8, 40), decoder_input_ids=IDS[:2, :4])
+        given, x, auto = STACKS, x | dict(decoder_input_ids=IDS[:, :4]), AutoModelForSeq2SeqLM
+        if 'num_mel_bins' in fields: x, auto = dict(input_features=rand(2, 8, 40), decoder_input_ids=IDS[:2, :4]), AutoModelForSpeechSeq2Seq
     elif 'conv_dim' in fields: given, x = SOUND, dict(input_values=rand(2, 400))
     elif 'patch_size' in fields: given, x = PIXELS, dict(pixel_values=rand(2, 4, 3, 16, 16) if kind == 'videomae' else rand(2, 3, 16, 16))
     elif 'experts' in ' '.join(fields): given = given | EXPERTS
     if fields.get('num_key_value_heads') and 'head_dim' not in CHANGES.get(kind, {}): given = given | GROUPS
     if fields.get('head_dim'): given = given | dict(head_dim=8)
     torch.manual_seed(0)
-    cfg = config(**given | CHANGES.get(kind, {}))
-    auto = AutoModelForCausalLM if config in AutoModelForCausalLM._model_mapping.keys() and 'encoder' not in row.layers else AutoModel
-    model = auto.from_config(cfg, attn_implementation='eager').eval()
-    with torch.no_grad(): [p.add_(torch.randn_like(p) * .2) for p in model.parameters()]
+    model = auto.from_config(config(**given | CHANGES.get(kind, {}) | changes), attn_implementation='eager').eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not name.endswith('embed_positions.weight'): p.add_(torch.randn_like(p) * .2)  # marian does not save them
     return model, x
 
 def values(model, x): # all outputs in one row
@@ -70,8 +72,9 @@ def blind(model, z, units): # output weights multiplied by z, in place of the ma
         with torch.no_grad(): w.mul_(own.repeat_interleave(w.shape[1] // len(own)))
     return model
 
-@pytest.mark.parametrize('kind', ARCHITECTURES)
-def test_every_row(kind, tmp_path):
+@pytest.mark.parametrize('kind', ROWS)
+def test_every_row(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, kind, ROWS[kind])
     if kind not in CONFIG_MAPPING: pytest.skip('of another version of transformers')
     model, x = tiny(kind)
     row, kinds = ARCHITECTURES[kind], [units for units in ('heads', 'neurons') if getattr(ARCHITECTURES[kind], units)]
@@ -91,12 +94,59 @@ def test_every_row(kind, tmp_path):
     assert effect > 1e-2 and small.num_parameters() < model.num_parameters()
     assert (masked - want).abs().max() < 1e-4 * effect and (values(small, x) - want).abs().max() < 1e-4 * effect
     assert torch.equal(values(again, x), values(small, x))
+    cost = hf.HFHeads(model, None, units, group).costs()  # parameters of a unit, but for biases of what is emptied
+    assert kind in ('gpt_oss', 'granite_swa') or model.num_parameters() - small.num_parameters() == ((z == 0) * cost).sum()
     if not isinstance(model, transformers.GenerationMixin): return
-    there = PAD[:, :4].flip(1)
-    def text(net): return net.generate(input_ids=IDS[:, :4], attention_mask=there, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0,
-                                       cache_implementation=cache, return_dict_in_generate=True, output_logits=True)
+    given = {k: v for k, v in x.items() if 'decoder' not in k}
+    if not model.config.is_encoder_decoder: given = dict(input_ids=IDS[:, :4], attention_mask=PAD[:, :4].flip(1))
+    def text(net): return net.generate(**given, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation=cache,
+                                       return_dict_in_generate=True, output_logits=True)
     for cache in ('dynamic', 'static'):
         with hf.masked(model, z, units): want = text(model)
         found = text(again)
         assert torch.equal(found.sequences, want.sequences)
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(want.logits), atol=1e-3, rtol=1e-3)
+
+def test_labels_are_what_a_decoder_with_an_encoder_reads():
+    for kind in ('bart', 'marian', 'whisper'):
+        model, x = tiny(kind)
+        x.pop('decoder_input_ids')
+        for t in (8, 5): # as long as the input, or not
+            x['labels'] = IDS[:len(next(iter(x.values()))), :t].flip(1).contiguous()
+            assert hf.HFHeads(model, [x]).mean_loss() == pytest.approx(model(**x).loss.item(), rel=1e-4)
+
+def test_a_layer_with_numbers_of_its_own_follows_its_model():
+    model, x = tiny('phi3')
+    keep = torch.ones(3, 4).bool().index_fill(1, torch.tensor(1), False)
+    keep[0] = False
+    less = keep & (torch.arange(4) != 3)
+    with hf.masked(model, less.float()): want = values(model, x)
+    for inplace in (False, True):
+        small = hf.remove_heads(hf.remove_heads(model, keep), less, inplace=inplace)
+        for net in (small, copy.deepcopy(small)):
+            assert (values(net, x) - want).abs().max() < 1e-4
+            net.set_attn_implementation('sdpa')
+            assert {m.config._attn_implementation for m in net.modules() if hasattr(m, 'config')} == {'sdpa'}
+            assert (values(net, x) - want).abs().max() < 1e-4
+    assert model.config.num_attention_heads == small.config.num_attention_heads == 8
+
+ATTN, GLU = ARCHITECTURES['llama'].heads, 'mlp.gate_up_proj mlp.down_proj'
+WRONG = dict( # kind, row or None, configuration, units
+    sharded=('codegen', ('h', 'attn.qkv_proj attn.out_proj', '', 3, 'num_attention_heads embed_dim'), {}, 'heads'),
+    fused=('glm4', ('layers', ATTN, GLU), {}, 'neurons'), fused_too=('phi3', ('layers', 'self_attn.qkv_proj self_attn.o_proj', GLU, 3), {}, 'neurons'),
+    one_block=('modernbert', ('layers', 'attn.Wqkv attn.Wo'), {}, 'heads'), one_half=('modernbert', ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3), {}, 'neurons'),
+    norms=('stablelm', None, dict(qk_layernorm=True), 'heads'), wide_norms=('olmo2', ('layers', ATTN), {}, 'heads'), cohere=('cohere', None, dict(use_qk_norm=True), 'heads'),
+    sinks=('gpt_oss', ('layers', ATTN), {}, 'heads'), positions=('bloom', ('h', 'self_attention.query_key_value self_attention.dense', '', 1, 'num_heads hidden_size'), {}, 'heads'),
+    relative=('deberta-v2', None, dict(relative_attention=True, pos_att_type=['p2c', 'c2p'], share_att_key=False), 'heads'),
+    no_hooks=('wavlm', ('encoder.layers', 'attention.q_proj attention.k_proj attention.v_proj attention.out_proj'), {}, 'heads'),
+    gates=('dinov3_vit', None, dict(use_gated_mlp=True), 'neurons'), missing=('lfm2', ('layers', ATTN.replace('o_proj', 'out_proj')), {}, 'heads'))
+
+@pytest.mark.parametrize('name', WRONG)
+def test_wrong_rows_are_refused(name, monkeypatch):
+    kind, row, changes, units = WRONG[name]
+    model, x = tiny(kind, **changes)
+    monkeypatch.setitem(ARCHITECTURES, kind, hf_models.Architecture(*row) if row else ROWS[kind])
+    for ask in (lambda: hf.check(model, x, [units]), lambda: hf.remove_heads(model, torch.ones(3, 4), units=units),
+                lambda: hf.train_gates(model, x, .25, units, 12, steps=2, loss=lambda net, x: net(**x)[0].square().sum())):
+        with pytest.raises(ValueError, match='row right|every layer needs|skip hooks') as e: ask()
+        assert chr(10) not in str(e.value)
