@@ -133,6 +133,7 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
         if getattr(m, 'config', None) is old: m.config = own
     if not isinstance(model, Pruned): small.__class__ = pruned_class(type(model))
     small.config.__class__ = small.config_class
+    small.config.models()                                      # some are parts of others
     kept = {kind: [] for kind in KINDS[units]}
     for x in units_of(small, units, n):
         columns = [j for j in x.left if keep[x.i, j]]
@@ -224,15 +225,13 @@ def _small(config): # -> dict of a configuration with the same flags and number 
 
 def _batch(model): # one random row
     cfg, name = model.config.get_text_config(), model.main_input_name
-    def has(name, default=0): return getattr(cfg, name, default)
+    def has(name, other=0): return getattr(cfg, name, other)
     ids = torch.randint(4, has('vocab_size', 100) * 3 // 4, (1, 8))
     x = dict(decoder_input_ids=ids) if has('is_encoder_decoder') else {}
     if name == 'input_ids': return {name: ids} | x
-    if name == 'input_values': size = [4000]                   # sound
-    elif name == 'input_features': size = cfg.num_mel_bins, 2 * cfg.max_source_positions
-    else:
-        size = cfg.image_size if isinstance(cfg.image_size, list) else [cfg.image_size] * 2
-        size = *([cfg.num_frames] if has('num_frames') else []), cfg.num_channels, *size
+    sides = has('image_size') if isinstance(has('image_size'), list) else [has('image_size')] * 2
+    size = dict(input_values=[4000], input_features=[has('num_mel_bins'), 2 * has('max_source_positions')],
+                pixel_values=[n for n in (has('num_frames'), has('num_channels'), *sides) if n])[name]
     return {name: torch.randn(1, *size)} | x
 
 def _random(whole, config): # a small model, a batch

@@ -23,90 +23,67 @@ class Architecture:
     heads: str # paths in a layer: projections to queries, keys and values, then the output one; '': none
     neurons: str = '' # paths in a layer: projections to the neurons, then the one from them
     blocks: int = 1 # 3 if one projection holds all queries, then all keys, then all values
-    sizes: str = '' # attributes of the attention module that are proportional to its number of heads
-    halves: int = 1 # 2 if one projection holds all gates of neurons, then all their other inputs
+    sizes: str = ('num_heads num_attention_heads num_key_value_heads n_head all_head_size embed_dim hidden_size '
+                  'd_model_size split_size') # proportional to the heads, where the attention module has them
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
-def _qkv(attn, out): return f'{attn}.q_proj {attn}.k_proj {attn}.v_proj {attn}.{out}'
+def _of(part, names): return ' '.join(f'{part}.{name}' for name in names.split()) # paths
 
-_LLAMA, _OPT = (_qkv('self_attn', out) for out in ('o_proj', 'out_proj'))
-_VIT, _WAV = (_qkv('attention', out) for out in ('o_proj', 'out_proj'))
-_BERT, _YOLOS = (f'attention.{x}.query attention.{x}.key attention.{x}.value attention.output.dense'
-                 for x in ('self', 'attention'))
-_DEBERTA = _BERT.replace('y ', 'y_proj ').replace('value', 'value_proj')
-_GATED, _PLAIN = 'mlp.gate_proj mlp.up_proj mlp.down_proj', 'mlp.up_proj mlp.down_proj'
-_FC, _GPT2, _NEOX = 'mlp.fc1 mlp.fc2', 'mlp.c_fc mlp.c_proj', 'mlp.dense_h_to_4h mlp.dense_4h_to_h'
-_DENSE = 'intermediate.dense output.dense'
-_FEED = 'feed_forward.intermediate_dense feed_forward.output_dense'
-_ALL, _EMBED = 'num_attention_heads all_head_size', 'num_heads embed_dim'
+_QKV, _DENSE = 'q_proj k_proj v_proj ', 'intermediate.dense output.dense'
+_LLAMA, _OPT = (_of('self_attn', _QKV + out) for out in ('o_proj', 'out_proj'))
+_VIT, _WAV = (_of('attention', _QKV + out) for out in ('o_proj', 'out_proj'))
+_BERT = _of('attention', 'self.query self.key self.value output.dense')
+_GATED, _PLAIN = _of('mlp', 'gate_proj up_proj down_proj'), _of('mlp', 'up_proj down_proj')
+_FUSED, _NEOX = _of('mlp', 'gate_up_proj down_proj'), _of('mlp', 'dense_h_to_4h dense_4h_to_h')
+_FC, _GPT2 = _of('mlp', 'fc1 fc2'), _of('mlp', 'c_fc c_proj')
+_FEED = _of('feed_forward', 'intermediate_dense output_dense')
 _ROWS = { # by model types
-    # decoders
     'llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text olmo smollm3 granite cohere cohere2 '
     'exaone4 ernie4_5 hunyuan_v1_dense ministral ministral3 seed_oss helium vaultgemma internlm3 '
-    'iquestcoder qwen2_vl_text qwen2_5_vl_text qwen3_vl_text': ('layers', _LLAMA, _GATED),
-    'gemma3 llava llava_next llava_onevision mistral3 paligemma internvl qwen2_vl qwen2_5_vl qwen3_vl':
-        ('language_model.layers', _LLAMA, _GATED),
-    'idefics3 smolvlm': ('text_model.layers', _LLAMA, _GATED),
-    'stablelm': ('layers', _LLAMA, _GATED, 1, 'num_heads num_key_value_heads hidden_size'),
-    'arcee apertus jais2 nemotron': ('layers', _LLAMA, _PLAIN),
-    'nanochat': ('layers', _LLAMA, _FC),
-    'starcoder2': ('layers', _LLAMA, _GPT2),
-    'gpt_oss': ('layers', _LLAMA.replace(' self_attn.o', ' self_attn.sinks self_attn.o')),
-    'granite_swa': ('layers', _LLAMA.replace(' self_attn.o', ' self_attn.sinks self_attn.o'), _GATED),
-    'glm glm4': ('layers', _LLAMA, 'mlp.gate_up_proj mlp.down_proj', 1, '', 2),
-    'phi3': ('layers', 'self_attn.qkv_proj self_attn.o_proj', 'mlp.gate_up_proj mlp.down_proj', 3,
-             'config.num_attention_heads num_key_value_heads', 2),
-    'phi': ('layers', _qkv('self_attn', 'dense'), _FC),
+    'stablelm iquestcoder qwen2_vl_text qwen2_5_vl_text qwen3_vl_text eurobert nomic_bert gte':
+        ('layers', _LLAMA, _GATED),
     'mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared phimoe glm4_moe ernie4_5_moe '
-    'hunyuan_v1_moe': ('layers', _LLAMA), # experts
-    'deepseek_v2 deepseek_v3': ('layers', 'self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj'),
-    'modernbert-decoder': ('layers', _qkv('attn', 'Wo'), 'mlp.Wi mlp.Wo', 1, '', 2),
-    'gpt2': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size'),
-    'openai-gpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size n_head'),
-    'imagegpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3, 'split_size num_heads'),
-    'gpt_neo': ('h', _qkv('attn.attention', 'out_proj'), _GPT2, 1, 'num_heads'),
-    'gptj': ('h', _qkv('attn', 'out_proj'), 'mlp.fc_in mlp.fc_out', 1, 'num_attention_heads embed_dim'),
-    'gpt_neox': ('layers', 'attention.query_key_value attention.dense', _NEOX),
-    'gpt_neox_japanese': ('layers', 'attention.query_key_value attention.dense', _NEOX, 1,
-                          'num_attention_heads hidden_size'),
-    'persimmon': ('layers', 'self_attn.query_key_value self_attn.dense', _NEOX, 1,
-                  'num_heads hidden_size'),
-    'ctrl': ('h', ' '.join(f'multi_head_attention.{x}' for x in ('Wq', 'Wk', 'Wv', 'dense')),
-             'ffn.0 ffn.2', 1, 'num_heads d_model_size'),
-    'biogpt': ('layers', _OPT, 'fc1 fc2'),
-    'xglm': ('layers', _OPT, 'fc1 fc2', 1, _EMBED),
-    'opt': ('decoder.layers', _OPT, 'fc1 fc2', 1, _EMBED),
-    # encoders of texts
+    'hunyuan_v1_moe': ('layers', _LLAMA),                      # experts
+    'gemma3 llava llava_next llava_onevision mistral3 paligemma internvl qwen2_vl qwen2_5_vl qwen3_vl':
+        ('language_model.layers', _LLAMA, _GATED),             # of images and text
+    'idefics3 smolvlm': ('text_model.layers', _LLAMA, _GATED),
+    'arcee apertus jais2 nemotron': ('layers', _LLAMA, _PLAIN), 'starcoder2': ('layers', _LLAMA, _GPT2),
+    'nanochat jina_embeddings_v3': ('layers', _LLAMA, _FC), 'glm glm4': ('layers', _LLAMA, _FUSED),
+    'phi': ('layers', _of('self_attn', _QKV + 'dense'), _FC),
+    'phi3': ('layers', _of('self_attn', 'qkv_proj o_proj'), _FUSED, 3,
+             'config.num_attention_heads num_key_value_heads'),
+    'gpt_oss': ('layers', _of('self_attn', _QKV + 'sinks o_proj')),
+    'granite_swa': ('layers', _of('self_attn', _QKV + 'sinks o_proj'), _GATED),
+    'deepseek_v2 deepseek_v3': ('layers', _of('self_attn', 'q_b_proj kv_b_proj o_proj')),
+    'modernbert': ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3),
+    'modernbert-decoder': ('layers', _of('attn', _QKV + 'Wo'), 'mlp.Wi mlp.Wo'),
+    'gpt2 openai-gpt imagegpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3),
+    'gpt_neo': ('h', _of('attn.attention', _QKV + 'out_proj'), _GPT2),
+    'gptj': ('h', _of('attn', _QKV + 'out_proj'), 'mlp.fc_in mlp.fc_out'),
+    'gpt_neox gpt_neox_japanese': ('layers', 'attention.query_key_value attention.dense', _NEOX),
+    'persimmon': ('layers', 'self_attn.query_key_value self_attn.dense', _NEOX),
+    'ctrl': ('h', _of('multi_head_attention', 'Wq Wk Wv dense'), 'ffn.0 ffn.2'),
+    'biogpt xglm': ('layers', _OPT, 'fc1 fc2'), 'opt': ('decoder.layers', _OPT, 'fc1 fc2'),
     'bert roberta electra xlm-roberta xlm-roberta-xl camembert esm ernie layoutlm roberta-prelayernorm '
-    'data2vec-text bert-generation roc_bert splinter markuplm': ('encoder.layer', _BERT, _DENSE),
-    'megatron-bert rembert roformer visual_bert tapas': ('encoder.layer', _BERT, _DENSE, 1, _ALL),
-    'deberta-v2': ('encoder.layer', _DEBERTA, _DENSE, 1, _ALL),
-    'distilbert': ('transformer.layer', ' '.join(f'attention.{x}_lin' for x in ('q', 'k', 'v', 'out')),
+    'data2vec-text bert-generation roc_bert splinter markuplm megatron-bert rembert roformer tapas '
+    'visual_bert': ('encoder.layer', _BERT, _DENSE),
+    'deberta-v2': ('encoder.layer', _BERT.replace('y ', 'y_proj ').replace('ue ', 'ue_proj '), _DENSE),
+    'distilbert': ('transformer.layer', _of('attention', 'q_lin k_lin v_lin out_lin'),
                    'ffn.lin1 ffn.lin2'),
-    'albert': ('encoder.albert_layer_groups', ' '.join(f'albert_layers.0.attention.{x}' for x in
-               ('query', 'key', 'value', 'dense')), 'albert_layers.0.ffn albert_layers.0.ffn_output'),
-    'eurobert nomic_bert gte': ('layers', _LLAMA, _GATED),
-    'jina_embeddings_v3': ('layers', _LLAMA, _FC),
-    'modernbert': ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3, '', 2),
-    # encoders of images and sound
+    'albert': ('encoder.albert_layer_groups', _of('albert_layers.0.attention', 'query key value dense'),
+               _of('albert_layers.0', 'ffn ffn_output')),
     'clip_text_model clip_vision_model siglip_vision_model chinese_clip_vision_model':
         ('encoder.layers', _OPT, _FC),
-    'vit deit ijepa vit_msn pixio': ('layers', _VIT, _FC),
+    'vit deit ijepa vit_msn pixio': ('layers', _VIT, _FC), 'dinov3_vit': ('layer', _VIT, _PLAIN),
     'dinov2 dinov2_with_registers': ('encoder.layer', _VIT, _FC),
-    'dinov3_vit': ('layer', _VIT, _PLAIN, 1, 'num_heads'),
-    'yolos videomae': ('encoder.layer', _YOLOS, _DENSE, 1, _ALL),
+    'yolos videomae': ('encoder.layer', _BERT.replace('self', 'attention'), _DENSE),
     'wav2vec2 hubert data2vec-audio unispeech unispeech-sat sew': ('encoder.layers', _WAV, _FEED),
-    # encoder and decoder: only the encoder's
-    'bart mbart plbart marian m2m_100 pegasus blenderbot blenderbot-small':
-        ('encoder.layers', _OPT, 'fc1 fc2'),
-    'whisper': ('encoder.layers', _OPT, 'fc1 fc2', 1, _EMBED),
-    # only neurons
-    'olmo2 olmo3 qwen3_5_text': ('layers', '', _GATED),
+    'bart mbart plbart marian m2m_100 pegasus blenderbot blenderbot-small whisper':
+        ('encoder.layers', _OPT, 'fc1 fc2'),                   # only the encoder; below, only neurons
+    'olmo2 olmo3 qwen3_5_text': ('layers', '', _GATED), 'bloom': ('h', '', _NEOX),
     'lfm2': ('layers', '', 'feed_forward.w1 feed_forward.w3 feed_forward.w2'),
-    'bloom': ('h', '', _NEOX),
-    'codegen': ('h', '', 'mlp.fc_in mlp.fc_out'),
-    'mpnet longformer': ('encoder.layer', '', _DENSE),
-    'wavlm': ('encoder.layers', '', _FEED)}
+    'mpnet longformer': ('encoder.layer', '', _DENSE), 'wavlm': ('encoder.layers', '', _FEED),
+    'codegen': ('h', '', 'mlp.fc_in mlp.fc_out')}
 ARCHITECTURES = {kind: Architecture(*row) for kinds, row in _ROWS.items() for kind in kinds.split()}
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd41
@@ -179,7 +156,7 @@ def weight_rows(f: nn.Linear|Conv1D|nn.Parameter) -> torch.Tensor: # (outputs in
 def unit_rows(units: Units, f) -> list[torch.Tensor]: # of a projection to the units; (n p) in each block
     "Rows of each unit that is left."
     w, first = len(weight_rows(f)), weight_rows(units.modules[-1]).shape[1]
-    b = units.row.blocks if units.kind == 'heads' else units.row.halves
+    b = units.row.blocks if units.kind == 'heads' else w // first # 2: gates, then what they multiply
     sizes = [first] + [(w - first) // (b - 1)] * (b - 1) if b > 1 else [w]
     return [x.view(len(units.left), -1) for x in torch.arange(w).split(sizes)]
 
@@ -217,7 +194,8 @@ def cut(units: Units, columns: list[int]):
     if heads and 'config.' in row.sizes: units.attn.config = OwnConfig(units.attn.config)
     for path in row.sizes.split() if heads else ():
         owner, name = path.rpartition('.')[::2]
-        setattr(at(units.attn, owner), name, at(units.attn, path) // n * max(len(stay), 1))
+        owner = at(units.attn, owner)
+        if size := getattr(owner, name, 0): setattr(owner, name, size // n * max(len(stay), 1))
     *inputs, output = units.modules
     some = stay or [0]                                         # an empty layer makes those of one
     rows = [torch.cat([x[some].flatten() for x in unit_rows(units, f)]) for f in inputs]
@@ -252,11 +230,22 @@ class PrunedConfig:
     kept_heads = kept_neurons = None # None: all
     neuron_groups = 0 # in a layer of the whole model; 0: none were removed
     def __new__(cls, *args, **kwargs):
-        _pruned(cls)                                           # its models are found from now on
+        cls.models()
         return super().__new__(cls)
+    @classmethod
+    @cache
+    def models(cls) -> dict: # by the name of their Auto class, which finds them from now on
+        "Classes of the pruned models."
+        found, whole = {}, transformers.CONFIG_MAPPING[cls.model_type.removeprefix(PRUNED)]
+        for name in (name for name in dir(transformers) if name.startswith('AutoModel')):
+            c = getattr(transformers, name)._model_mapping.get(whole, None)
+            if getattr(c, 'config_class', None) is whole:
+                found[name] = globals()[f'Pruned{c.__name__}'] = pruned_class(c)
+                getattr(transformers, name).register(cls, found[name], exist_ok=True)
+        return found
     def save_pretrained(self, folder, *args, **kwargs):
         "Save the configuration, and code that builds the model without this package."
-        classes = dict(AutoConfig=type(self)) | _pruned(type(self))
+        classes = dict(AutoConfig=type(self)) | self.models()
         self.auto_map = {auto: f'{_CODE}.{c.__name__}' for auto, c in classes.items()}
         super().save_pretrained(folder, *args, **kwargs)
         row = self.model_type.removeprefix(PRUNED), *dataclasses.astuple(architecture(self))
@@ -285,7 +274,7 @@ class Pruned:
         "Model card: the units left, and how to open the model."
         cfg, name = self.config, type(self).__name__
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
-        auto = next((auto for auto, c in _pruned(type(cfg)).items() if c is type(self)), odd)
+        auto = next((auto for auto, c in cfg.models().items() if c is type(self)), odd)
         source, size = cfg._name_or_path, cfg.get_text_config().num_attention_heads // n_heads(cfg)
         words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads', neurons='groups of neurons')
         left = '; '.join(f'{[*map(len, kept)]} of {n} {words[kind]}' for kind, n, kept in cfg.removed())
@@ -294,41 +283,20 @@ class Pruned:
 
 # %% ../nbs/beyond/04_hf_models.ipynb #12a117f4
 @cache
-def _subclass(config, whole): # classes of a pruned configuration and a whole model
-    return type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
-
-_AUTO = [name for name in dir(transformers) if name.startswith('AutoModel')]
-
-def _classes(config): # configuration class -> model classes, by the name of their Auto class
-    found = {name: getattr(transformers, name)._model_mapping.get(config, None) for name in _AUTO}
-    return {name: c for name, c in found.items() if getattr(c, 'config_class', None) is config}
-
-@cache
-def _pruned(config): # class of a pruned configuration -> pruned model classes, as for `_classes`
-    whole = transformers.CONFIG_MAPPING[config.model_type.removeprefix(PRUNED)]
-    found = {name: _subclass(config, c) for name, c in _classes(whole).items()}
-    for name, c in found.items():                              # the Auto classes find them
-        globals()[c.__name__] = c
-        getattr(transformers, name).register(config, c, exist_ok=True)
-    return found
-
 def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
     "Class of a pruned model. It also loads models that no Auto class covers."
-    config = transformers.CONFIG_MAPPING[PRUNED + whole.config_class.model_type]
-    _pruned(config)
-    return _subclass(config, whole)
-
-def _config(kind): # -> class of the configuration of pruned models
-    whole = transformers.CONFIG_MAPPING[kind]
-    config = type(f'Pruned{whole.__name__}', (PrunedConfig, whole), dict(model_type=PRUNED + kind))
-    transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
-    return globals().setdefault(config.__name__, config)
+    config = globals()[f'Pruned{whole.config_class.__name__}']
+    return type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
 
 def add_architecture(kind: str, *row): # `config.model_type`; fields of `Architecture`
     "Support another model type: masks, removal, saving and loading."
     if kind not in transformers.CONFIG_MAPPING: raise ValueError(f'kind={kind}: not in transformers')
-    ARCHITECTURES[kind] = Architecture(*row)
-    _pruned(transformers.CONFIG_MAPPING.get(PRUNED + kind) or _config(kind))
+    if row: ARCHITECTURES[kind] = Architecture(*row)
+    whole = transformers.CONFIG_MAPPING[kind]
+    config = type(f'Pruned{whole.__name__}', (PrunedConfig, whole), dict(model_type=PRUNED + kind))
+    config = globals().setdefault(config.__name__, config)
+    transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
+    if row: config.models()
 
-for kind in ARCHITECTURES: # those that this version of transformers has
-    if kind in transformers.CONFIG_MAPPING: _config(kind)
+for kind in ARCHITECTURES: # other versions of transformers lack some
+    if kind in transformers.CONFIG_MAPPING: add_architecture(kind)

@@ -130,11 +130,10 @@ def test_a_layer_with_numbers_of_its_own_follows_its_model():
             assert (values(net, x) - want).abs().max() < 1e-4
     assert model.config.num_attention_heads == small.config.num_attention_heads == 8
 
-ATTN, GLU = ARCHITECTURES['llama'].heads, 'mlp.gate_up_proj mlp.down_proj'
+ATTN = ARCHITECTURES['llama'].heads
 WRONG = dict( # kind, row or None, configuration, units
     sharded=('codegen', ('h', 'attn.qkv_proj attn.out_proj', '', 3, 'num_attention_heads embed_dim'), {}, 'heads'),
-    fused=('glm4', ('layers', ATTN, GLU), {}, 'neurons'), fused_too=('phi3', ('layers', 'self_attn.qkv_proj self_attn.o_proj', GLU, 3), {}, 'neurons'),
-    one_block=('modernbert', ('layers', 'attn.Wqkv attn.Wo'), {}, 'heads'), one_half=('modernbert', ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3), {}, 'neurons'),
+    one_block=('modernbert', ('layers', 'attn.Wqkv attn.Wo'), {}, 'heads'), no_gate=('llama', ('layers', ATTN, 'mlp.up_proj mlp.down_proj'), {}, 'neurons'),
     norms=('stablelm', None, dict(qk_layernorm=True), 'heads'), wide_norms=('olmo2', ('layers', ATTN), {}, 'heads'), cohere=('cohere', None, dict(use_qk_norm=True), 'heads'),
     sinks=('gpt_oss', ('layers', ATTN), {}, 'heads'), positions=('bloom', ('h', 'self_attention.query_key_value self_attention.dense', '', 1, 'num_heads hidden_size'), {}, 'heads'),
     relative=('deberta-v2', None, dict(relative_attention=True, pos_att_type=['p2c', 'c2p'], share_att_key=False), 'heads'),

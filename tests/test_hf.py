@@ -601,7 +601,7 @@ def test_wrong_rows_are_refused():
         for ask in (lambda: hf.remove_heads(model, torch.ones(3, 4)), lambda: hf.train_gates(model, [BATCH], .25, steps=2), lambda: hf.check(model, BATCH)):
             with pytest.raises(ValueError, match=f'model={kind}: {said}.*is its row right') as e: ask()
             assert '\n' not in str(e.value)
-    hf.add_architecture('modernbert', 'layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3) # the neurons are in two blocks
+    hf.add_architecture('modernbert', 'layers', 'attn.Wqkv attn.Wo', 'mlp.Wo mlp.Wi', 3) # the wrong way round
     model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING['modernbert'](**SMALL, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2))
     hf.check(model, BATCH, ['heads'])
     with pytest.raises(ValueError, match='modernbert: neurons'): hf.check(model, BATCH)
