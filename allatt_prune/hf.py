@@ -16,7 +16,8 @@ from einops import rearrange, reduce, repeat
 from tqdm import tqdm, trange
 from .hf_heads import (check, check_once, ends, masked, outputs, plain, remove_heads, shape,
                                    units_left)
-from .hf_models import KINDS, PRUNED, add_architecture, layers, units_of, weight_rows
+from .hf_models import (KINDS, PRUNED, add_architecture, layers, unit_rows, units_of,
+                                    weight_rows)
 from .importance import ADAPTERS, gradients, keep_mask, replaced, score, seeded
 from .model import wide
 from .progress import bar, shown
@@ -87,9 +88,8 @@ def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
 def _parameters(units): # (n p), all parameters of each unit that is left
     if units.kind == 'layers': return torch.cat([p.flatten() for p in units.layer.parameters()])[None]
     (*inputs, out), n = units.modules, len(units.left)
-    rows = [p for f in inputs for p in (weight_rows(f), f.bias) if p is not None]
-    blocks = units.row.blocks if units.kind == 'heads' else 1
-    rows = [rearrange(p, '(b n d) ... -> n (b d ...)', b=blocks, n=n) for p in rows]
+    rows = [p[torch.cat(unit_rows(units, f), 1)].flatten(1) for f in inputs
+            for p in (weight_rows(f), getattr(f, 'bias', None)) if p is not None]
     return torch.cat([*rows, rearrange(weight_rows(out), 'c (n d) -> n (d c)', n=n)], 1)
 
 def _mean(pieces): # losses and label counts, ... -> mean over labels
@@ -173,6 +173,8 @@ class HFHeads:
         if self.units != 'heads': raise ValueError(f'units={self.units}: only heads attend')
         h, was = self.shape[1], self.model.config._attn_implementation
         def see(x, i, attn, args, found): # weights (b hr t s)
+            if len(found) < 2 or not torch.is_tensor(found[1]):
+                raise ValueError(f'model={type(attn).__name__}: shows no attention; choose another score')
             for p, real in zip(wide(found[1]), _real(x, found[1][:, 0, :, 0].shape)):
                 t, p = real.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
                 look(i, p[..., real, :][..., real], (t[:, None] - t).abs())
@@ -185,11 +187,11 @@ class HFHeads:
         f = self.rows(model)[i].modules[-1]                    # no weight in a layer without heads
         return (weight_rows(f).T if hasattr(f, 'weight') else None), getattr(f, 'bias', None)
     def parameters(self, i): return _parameters(self.parts()[i])
-    def costs(self): # (n) parameters of each unit
-        found = torch.zeros(self.shape[1])
-        for units in units_of(self.model, self.units, self.shape[1]):
-            if units.left: found[units.span.start:units.span.stop] = _parameters(units).shape[1]
-        return found
+    def costs(self): # (l n) parameters of each unit
+        found = torch.zeros(self.shape)
+        for x in units_of(self.model, self.units, self.shape[1]):
+            if x.left: found[x.i, x.span.start:x.span.stop] = _parameters(x).shape[1]
+        return torch.where(found > 0, found, found.amax(0))    # without units: as in the widest layer
     def remove(self, keep, z=None): return remove_heads(self.model, keep, z, self.units)
 
 ADAPTERS[transformers.PreTrainedModel] = lambda model, batches, batch: HFHeads(model, batches)
@@ -213,7 +215,7 @@ def train_gates(
     heads = HFHeads(model, batches, units, group, loss)
     data, device, keep = heads.read(), heads.model.device, heads.units_left
     check_once(heads.model, KINDS[units], data[0])
-    costs = heads.costs().expand(heads.shape)
+    costs = heads.costs()
     choose = partial(keep_mask, sparsity=sparsity, costs=costs if units == 'both' else None)
     gone = (choose(keep.float()) > keep).any()
     if gone: raise ValueError(f'sparsity={sparsity}: more is gone already')
@@ -267,7 +269,8 @@ def prune(
     "Remove the neurons that matter least, and refit the others; or remove layers."
     if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
     heads, layered = HFHeads(model, batches, units, 1, loss), units == 'layers'
-    cost, left, total = float(heads.costs()[0]), heads.units_left.sum(), heads.model.num_parameters()
+    cost, left = float(heads.costs()[heads.units_left].mean()), heads.units_left.sum() # of a unit, on average
+    total = heads.model.num_parameters()
     n = share * total / cost                                   # units to remove
     if not 0 < n < left:
         raise ValueError(f'share={share}: not a share; {units} are {left * cost / total:.0%} of the parameters')

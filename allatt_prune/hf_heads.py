@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, Pruned, Units, architecture, at, cut, layers, n_heads, pruned_class,
-                                    units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, layers, n_heads,
+                                    pruned_class, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -135,6 +135,7 @@ def masked(
 def _keep_units(small, keep, z, units):
     if not isinstance(small, Pruned): small.__class__ = pruned_class(type(small))
     small.config.__class__ = small.config_class
+    small.config.models()                                      # some are parts of others
     kept = {kind: [] for kind in KINDS[units]}
     for x in units_of(small, units, keep.shape[1]):
         on, single = keep[x.i].tolist(), False
@@ -169,8 +170,9 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
     old, own = small.config, copy.deepcopy(small.config)
     new = {id(old): own, id(old.get_text_config()): own.get_text_config()}
     for m in small.modules():                                  # other models may share the old one
-        if id(c := getattr(m, 'config', None)) in new: m.config = new[id(c)]
         if hasattr(vars(m).get('forward'), '_torchdynamo_orig_callable'): del m.forward # the old model's
+        while isinstance(getattr(m, 'config', None), OwnConfig): m = m.config
+        if id(c := getattr(m, 'config', None)) in new: m.config = new[id(c)]
     if units == 'layers': _keep_layers(small, keep[:, 0].nonzero().flatten().tolist())
     else: _keep_units(small, keep, z, units)
     if getattr(small, 'hf_quantizer', None):                   # of a GGUF file: weights are plain now
@@ -181,12 +183,14 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4000
 def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does not take are left out
-    "Logits or vectors of a batch, by name. With labels, the model would compute a loss."
-    names = inspect.signature(type(model).forward).parameters.keys() - {'labels'}
+    "Logits or vectors of a batch, by name. Only a decoder with an encoder reads labels."
+    names = inspect.signature(type(model).forward).parameters.keys()
+    if not model.config.is_encoder_decoder: names -= {'labels'} # with them, it would compute a loss
     given = {name: v for name, v in x.items() if name in names and torch.is_tensor(v)}
     out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
+    out.pop('loss', None)
     if len(out) > 1: out.pop('pooler_output', None)            # made of the others
     return out
 
@@ -205,7 +209,8 @@ def _check(model, batch, kind, folder): # heads, neurons or layers
     try:
         small = _removed(model, keep, z, kind)
         small.save_pretrained(folder)
-        again = type(small).from_pretrained(folder, dtype=model.dtype)
+        how = model.config._attn_implementation
+        again = type(small).from_pretrained(folder, dtype=model.dtype, attn_implementation=how)
         gaps = [_gap(outputs(net, batch), want) for net in (small, again)]
     except Exception as e: raise ValueError(f'{said}{e}; is its row right?'.replace('\n', ' ')) from e
     if not all(gap < effect / 100 for gap in gaps):
@@ -227,15 +232,17 @@ def check(
             _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
-_OWN = 'kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config'
-_MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8) # by part of a name
+_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config',
+        'out_features', 'out_indices')                         # of a backbone: names of layers
+_MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
+             intermediate_size=96) # by part of a name
 _CHECKED = set()
 
 def _small(config): # -> dict of a configuration with the same flags and number of heads, but small
     found = {name: x for name, x in config.to_dict().items() if name not in _OWN}
     found |= {k: _small(x) for k, x in vars(config).items() if hasattr(x, 'get_text_config')}
     names = 'num_attention_heads', 'hidden_size', 'num_hidden_layers', 'head_dim', 'intermediate_size'
-    h, c, l, d, f = (getattr(config, name, None) for name in names)
+    h, c, l, d, f = (found.get(config.attribute_map.get(name, name)) for name in names)
     if not h: return found                                     # of several models
     d = d or c // h
     sizes = {4 * c: 96, f: 96, c: c * min(d, 16) // d}
@@ -250,13 +257,21 @@ def _small(config): # -> dict of a configuration with the same flags and number 
 
 def _batch(model): # one random row
     cfg, name = model.config.get_text_config(), model.main_input_name
-    if name == 'input_ids': return {name: torch.randint(4, cfg.vocab_size * 3 // 4, (1, 8))}
-    return dict(pixel_values=torch.randn(1, cfg.num_channels, cfg.image_size, cfg.image_size))
+    def has(name, other=0): return getattr(cfg, name, other)
+    ids = torch.randint(4, has('vocab_size', 100) * 3 // 4, (1, 8))
+    x = dict(decoder_input_ids=ids) if has('is_encoder_decoder') else {}
+    if name == 'input_ids': return {name: ids} | x
+    sides = has('image_size') if isinstance(has('image_size'), list) else [has('image_size')] * 2
+    size = dict(input_values=[4000], input_features=[has('num_mel_bins'), 2 * has('max_source_positions')],
+                pixel_values=[n for n in (has('num_frames'), has('num_channels'), *sides) if n])[name]
+    return {name: torch.randn(1, *size)} | x
 
 def _random(whole, config): # a small model, a batch
     with seeded(0), torch.device('cpu'):
         net = whole(whole.config_class.from_dict(_small(config), attn_implementation='eager'))
-        for p in net.parameters(): p += torch.randn_like(p) * (.2 if p.dim() < 2 else p.shape[-1] ** -.5)
+        for name, p in net.named_parameters():
+            if name not in (net._keys_to_ignore_on_save or ()): # made when a model is loaded
+                p += torch.randn_like(p) * (.2 if p.dim() < 2 else p.shape[-1] ** -.5)
         return net, _batch(net)
 
 @torch.no_grad()

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRUNED', 'KINDS', 'Architecture', 'architecture', 'at', 'layers', 'n_heads', 'Units', 'listed',
-           'units_of', 'weight_rows', 'cut', 'PrunedConfig', 'Pruned', 'pruned_class', 'add_architecture']
+           'units_of', 'weight_rows', 'unit_rows', 'OwnConfig', 'cut', 'PrunedConfig', 'Pruned', 'pruned_class',
+           'add_architecture']
 
 # %% ../nbs/beyond/04_hf_models.ipynb #c3a873ca
 import dataclasses
@@ -20,26 +21,80 @@ from transformers.pytorch_utils import Conv1D
 class Architecture:
     "Paths of the heads and the feed-forward neurons of a model type."
     layers: str # path of the list of layers, in the base model
-    heads: str # paths in a layer: projections to queries, keys and values, then the output projection
+    heads: str # paths in a layer: projections to queries, keys and values, then the output one; '': none
     neurons: str = '' # paths in a layer: projections to the neurons, then the one from them
-    blocks: int = 1 # 3 if one input projection holds all queries, then all keys, then all values
-    sizes: str = '' # attributes of the attention module that are proportional to its number of heads
+    blocks: int = 1 # 3 if one projection holds all queries, then all keys, then all values
+    sizes: str = ('num_heads num_attention_heads num_key_value_heads n_head all_head_size embed_dim hidden_size '
+                  'd_model_size split_size') # proportional to the heads, where the attention module has them
 
-_BERT = Architecture('encoder.layer', 'attention.self.query attention.self.key attention.self.value '
-                     'attention.output.dense', 'intermediate.dense output.dense')
-_LLAMA = Architecture('layers', 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj',
-                      'mlp.gate_proj mlp.up_proj mlp.down_proj')
-ARCHITECTURES = dict( # by model type
-    distilbert=Architecture('transformer.layer', 'attention.q_lin attention.k_lin attention.v_lin '
-                            'attention.out_lin', 'ffn.lin1 ffn.lin2'),
-    gpt2=Architecture('h', 'attn.c_attn attn.c_proj', 'mlp.c_fc mlp.c_proj', 3, 'split_size'),
-    bert=_BERT, roberta=_BERT, llama=_LLAMA, mistral=_LLAMA, qwen2=_LLAMA, qwen3=_LLAMA)
+# %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
+def _of(part, names): return ' '.join(f'{part}.{name}' for name in names.split()) # paths
+
+_QKV, _DENSE = 'q_proj k_proj v_proj ', 'intermediate.dense output.dense'
+_LLAMA, _OPT = (_of('self_attn', _QKV + out) for out in ('o_proj', 'out_proj'))
+_VIT, _WAV = (_of('attention', _QKV + out) for out in ('o_proj', 'out_proj'))
+_BERT = _of('attention', 'self.query self.key self.value output.dense')
+_GATED, _PLAIN = _of('mlp', 'gate_proj up_proj down_proj'), _of('mlp', 'up_proj down_proj')
+_FUSED, _NEOX = _of('mlp', 'gate_up_proj down_proj'), _of('mlp', 'dense_h_to_4h dense_4h_to_h')
+_FC, _GPT2 = _of('mlp', 'fc1 fc2'), _of('mlp', 'c_fc c_proj')
+_FEED = _of('feed_forward', 'intermediate_dense output_dense')
+_ROWS = { # by model types
+    'llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text olmo smollm3 granite cohere cohere2 '
+    'exaone4 ernie4_5 hunyuan_v1_dense ministral ministral3 seed_oss helium vaultgemma internlm3 '
+    'stablelm iquestcoder qwen2_vl_text qwen2_5_vl_text qwen3_vl_text eurobert nomic_bert gte':
+        ('layers', _LLAMA, _GATED),
+    'mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared phimoe glm4_moe ernie4_5_moe '
+    'hunyuan_v1_moe': ('layers', _LLAMA),                      # experts
+    'gemma3 llava llava_next llava_onevision mistral3 paligemma internvl qwen2_vl qwen2_5_vl qwen3_vl':
+        ('language_model.layers', _LLAMA, _GATED),             # of images and text
+    'idefics3 smolvlm': ('text_model.layers', _LLAMA, _GATED),
+    'arcee apertus jais2 nemotron': ('layers', _LLAMA, _PLAIN), 'starcoder2': ('layers', _LLAMA, _GPT2),
+    'nanochat jina_embeddings_v3': ('layers', _LLAMA, _FC), 'glm glm4': ('layers', _LLAMA, _FUSED),
+    'phi': ('layers', _of('self_attn', _QKV + 'dense'), _FC),
+    'phi3': ('layers', _of('self_attn', 'qkv_proj o_proj'), _FUSED, 3,
+             'config.num_attention_heads num_key_value_heads'),
+    'gpt_oss': ('layers', _of('self_attn', _QKV + 'sinks o_proj')),
+    'granite_swa': ('layers', _of('self_attn', _QKV + 'sinks o_proj'), _GATED),
+    'deepseek_v2 deepseek_v3': ('layers', _of('self_attn', 'q_b_proj kv_b_proj o_proj')),
+    'modernbert': ('layers', 'attn.Wqkv attn.Wo', 'mlp.Wi mlp.Wo', 3),
+    'modernbert-decoder': ('layers', _of('attn', _QKV + 'Wo'), 'mlp.Wi mlp.Wo'),
+    'gpt2 openai-gpt imagegpt': ('h', 'attn.c_attn attn.c_proj', _GPT2, 3),
+    'gpt_neo': ('h', _of('attn.attention', _QKV + 'out_proj'), _GPT2),
+    'gptj': ('h', _of('attn', _QKV + 'out_proj'), 'mlp.fc_in mlp.fc_out'),
+    'gpt_neox gpt_neox_japanese': ('layers', 'attention.query_key_value attention.dense', _NEOX),
+    'persimmon': ('layers', 'self_attn.query_key_value self_attn.dense', _NEOX),
+    'ctrl': ('h', _of('multi_head_attention', 'Wq Wk Wv dense'), 'ffn.0 ffn.2'),
+    'biogpt xglm': ('layers', _OPT, 'fc1 fc2'), 'opt': ('decoder.layers', _OPT, 'fc1 fc2'),
+    'bert roberta electra xlm-roberta xlm-roberta-xl camembert esm ernie layoutlm roberta-prelayernorm '
+    'data2vec-text bert-generation roc_bert splinter markuplm megatron-bert rembert roformer tapas '
+    'visual_bert': ('encoder.layer', _BERT, _DENSE),
+    'deberta-v2': ('encoder.layer', _BERT.replace('y ', 'y_proj ').replace('ue ', 'ue_proj '), _DENSE),
+    'distilbert': ('transformer.layer', _of('attention', 'q_lin k_lin v_lin out_lin'),
+                   'ffn.lin1 ffn.lin2'),
+    'albert': ('encoder.albert_layer_groups', _of('albert_layers.0.attention', 'query key value dense'),
+               _of('albert_layers.0', 'ffn ffn_output')),
+    'clip_text_model clip_vision_model siglip_vision_model chinese_clip_vision_model':
+        ('encoder.layers', _OPT, _FC),
+    'vit deit ijepa vit_msn pixio': ('layers', _VIT, _FC), 'dinov3_vit': ('layer', _VIT, _PLAIN),
+    'dinov2 dinov2_with_registers': ('encoder.layer', _VIT, _FC),
+    'yolos videomae': ('encoder.layer', _BERT.replace('self', 'attention'), _DENSE),
+    'wav2vec2 hubert data2vec-audio unispeech unispeech-sat sew': ('encoder.layers', _WAV, _FEED),
+    'bart mbart plbart marian m2m_100 pegasus blenderbot blenderbot-small whisper':
+        ('encoder.layers', _OPT, 'fc1 fc2'),                   # only the encoder; below, only neurons
+    'olmo2 olmo3 qwen3_5_text': ('layers', '', _GATED), 'bloom': ('h', '', _NEOX),
+    'lfm2': ('layers', '', 'feed_forward.w1 feed_forward.w3 feed_forward.w2'),
+    'mpnet longformer': ('encoder.layer', '', _DENSE), 'wavlm': ('encoder.layers', '', _FEED),
+    'codegen': ('h', '', 'mlp.fc_in mlp.fc_out')}
+ARCHITECTURES = {kind: Architecture(*row) for kinds, row in _ROWS.items() for kind in kinds.split()}
+
+# %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd41
 PRUNED = 'allatt_prune-' # prefix of the model type of a pruned model
 
 def architecture(config) -> Architecture: # of a model, pruned or not
     "Where the units of a model are."
     kind = config.model_type.removeprefix(PRUNED)
-    if kind not in ARCHITECTURES: raise ValueError(f'model={kind}: not one of {", ".join(ARCHITECTURES)}; describe it with add_architecture (04_hf_models)')
+    if kind not in ARCHITECTURES:
+        raise ValueError(f'model={kind}: no row; describe it with add_architecture (04_hf_models)')
     return ARCHITECTURES[kind]
 
 def at(module: nn.Module, path: str): # names and dots; empty: the module
@@ -82,7 +137,7 @@ def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; 
     config, row, found, start = model.config, architecture(model.config), [], 0
     if units == 'layers':
         return [Units(units, i, x, row, x, [x], range(1), [0]) for i, x in enumerate(layers(model))]
-    attention = row.heads.split()[0].rpartition('.')[0]
+    attention = row.heads.partition(' ')[0].rpartition('.')[0]
     for kind in KINDS[units]:
         paths = getattr(row, kind).split()
         if not paths: raise ValueError(f'units={kind}: not in the row of {config.model_type}')
@@ -96,18 +151,27 @@ def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; 
     return found
 
 # %% ../nbs/beyond/04_hf_models.ipynb #361d1107
-def weight_rows(f: nn.Linear|Conv1D) -> torch.Tensor: # (outputs inputs), a view
+def weight_rows(f: nn.Linear|Conv1D|nn.Parameter) -> torch.Tensor: # (outputs inputs), a view
     "Weight of a linear layer, with outputs as rows in either kind."
+    if type(f) is nn.Parameter: return f                       # numbers of each head
     odd = [f, f.weight, f.bias] if type(f) in (nn.Linear, Conv1D) else [f]
     for x in odd: # cutting would lose an adapter, quantization, or what computes a weight
         if type(x) not in (nn.Linear, Conv1D, nn.Parameter, type(None)):
             raise ValueError(f'projection={type(x).__name__}: not plain; merge adapters, dequantize')
     return f.weight.T if isinstance(f, Conv1D) else f.weight
 
-def _cut(f, axis, stay, n, blocks=1): # keep some of n units: outputs (axis 0) or inputs (axis 1)
+def unit_rows(units: Units, f) -> list[torch.Tensor]: # of a projection to the units; (n p) in each block
+    "Rows of each unit that is left."
+    w, first = len(weight_rows(f)), weight_rows(units.modules[-1]).shape[1]
+    b = units.row.blocks if units.kind == 'heads' else w // first # 2: gates, then what they multiply
+    sizes = [first] + [(w - first) // (b - 1)] * (b - 1) if b > 1 else [w]
+    return [x.view(len(units.left), -1) for x in torch.arange(w).split(sizes)]
+
+def _cut(f, axis, index): # keep some outputs (axis 0) or inputs (axis 1)
     w, conv = weight_rows(f).detach(), isinstance(f, Conv1D)
-    index = torch.arange(w.shape[axis]).view(blocks, n, -1)[:, stay].flatten().to(w.device)
+    index = index.to(w.device)
     w = w.index_select(axis, index)
+    if w.dim() < 2: f.data = w; return
     f.weight = nn.Parameter((w.T if conv else w).contiguous(), f.weight.requires_grad)
     if f.bias is not None and axis == 0:
         f.bias = nn.Parameter(f.bias.detach()[index], f.bias.requires_grad)
@@ -122,25 +186,38 @@ class _Constant(nn.Module): # the output projection of an empty layer
         self.bias = bias
     def forward(self, x): return _zeros(len(self.bias), x) + self.bias
 
+class OwnConfig:
+    "Configuration of one layer: the model's, but for the numbers that are set here."
+    def __init__(self, config): self.config = config
+    def __getattr__(self, name):
+        if name.startswith('__'): raise AttributeError(name)   # of Python, for copies
+        return getattr(self.config, name)
+
 def cut(units: Units, columns: list[int]):
     "Cut the projections of one layer to the units of some columns."
     row, heads, n = units.row, units.kind == 'heads', len(units.left)
     if not n: return                                           # emptied before
     columns = {*columns}
     stay = [j for j, column in enumerate(units.left) if column in columns]
-    for name in row.sizes.split() if heads else ():
-        setattr(units.attn, name, getattr(units.attn, name) // n * max(len(stay), 1))
+    if heads and 'config.' in row.sizes: units.attn.config = OwnConfig(units.attn.config)
+    for path in row.sizes.split() if heads else ():
+        owner, name = path.rpartition('.')[::2]
+        owner = at(units.attn, owner)
+        if size := getattr(owner, name, 0): setattr(owner, name, size // n * max(len(stay), 1))
     *inputs, output = units.modules
-    if stay:
-        for f in inputs: _cut(f, 0, stay, n, row.blocks if heads else 1)
-        return _cut(output, 1, stay, n)
-    for path, f in zip(getattr(row, units.kind).split(), units.modules):
+    some = stay or [0]                                         # an empty layer makes those of one
+    rows = [torch.cat([x[some].flatten() for x in unit_rows(units, f)]) for f in inputs]
+    for f, index in zip(inputs, rows):
+        if stay or type(f) is nn.Parameter: _cut(f, 0, index)
+    width = weight_rows(output).shape
+    if stay: return _cut(output, 1, torch.arange(width[1]).view(n, -1)[stay].flatten())
+    for path, f, index in zip(getattr(row, units.kind).split(), units.modules, [*rows, range(width[0])]):
+        if type(f) is nn.Parameter: continue
         parent, name = path.rpartition('.')[::2]
         parent = at(units.layer, parent)
         delattr(parent, name)                                  # no module where there are no parameters
         biased = f is output and f.bias is not None
-        width = len(weight_rows(f)) // (1 if f is output else n)
-        setattr(parent, name, _Constant(f.bias) if biased else partial(_zeros, width))
+        setattr(parent, name, _Constant(f.bias) if biased else partial(_zeros, len(index)))
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ff5dafc3
 _CODE = 'modeling_allatt_prune' # name of this module in a saved folder
@@ -160,9 +237,23 @@ class PrunedConfig:
     "Mixin of a configuration that lists the units left in each layer."
     kept_heads = kept_neurons = None # None: all
     neuron_groups = 0 # in a layer of the whole model; 0: none were removed
+    def __new__(cls, *args, **kwargs):
+        cls.models()
+        return super().__new__(cls)
+    @classmethod
+    @cache
+    def models(cls) -> dict: # by the name of their Auto class, which finds them from now on
+        "Classes of the pruned models."
+        found, whole = {}, transformers.CONFIG_MAPPING[cls.model_type.removeprefix(PRUNED)]
+        for name in (name for name in dir(transformers) if name.startswith('AutoModel')):
+            c = getattr(transformers, name)._model_mapping.get(whole, None)
+            if getattr(c, 'config_class', None) is whole:
+                found[name] = globals()[f'Pruned{c.__name__}'] = pruned_class(c)
+                getattr(transformers, name).register(cls, found[name], exist_ok=True)
+        return found
     def save_pretrained(self, folder, *args, **kwargs):
         "Save the configuration, and code that builds the model without this package."
-        classes = dict(AutoConfig=type(self)) | _classes(type(self))
+        classes = dict(AutoConfig=type(self)) | self.models()
         self.auto_map = {auto: f'{_CODE}.{c.__name__}' for auto, c in classes.items()}
         super().save_pretrained(folder, *args, **kwargs)
         row = self.model_type.removeprefix(PRUNED), *dataclasses.astuple(architecture(self))
@@ -191,7 +282,7 @@ class Pruned:
         "Model card: the units left, and how to open the model."
         cfg, name = self.config, type(self).__name__
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
-        auto = next((auto for auto, c in _classes(type(cfg)).items() if c is type(self)), odd)
+        auto = next((auto for auto, c in cfg.models().items() if c is type(self)), odd)
         source, size = cfg._name_or_path, cfg.get_text_config().num_attention_heads // n_heads(cfg)
         neurons = 'neurons' if int in map(type, cfg.kept_neurons or []) else 'groups of neurons'
         words = dict(heads=f'groups of {size} heads' if size > 1 else 'heads', neurons=neurons)
@@ -203,14 +294,8 @@ class Pruned:
 @cache
 def pruned_class(whole: type) -> type: # a model class of transformers -> a subclass of it
     "Class of a pruned model. It also loads models that no Auto class covers."
-    config = transformers.CONFIG_MAPPING[PRUNED + whole.config_class.model_type]
+    config = globals()[f'Pruned{whole.config_class.__name__}']
     return type(f'Pruned{whole.__name__}', (Pruned, whole), dict(config_class=config))
-
-_AUTO = [name for name in dir(transformers) if name.startswith('AutoModel')]
-
-def _classes(config): # configuration class -> model classes, by the name of their Auto class
-    found = {name: getattr(transformers, name)._model_mapping.get(config, None) for name in _AUTO}
-    return {name: c for name, c in found.items() if getattr(c, 'config_class', None) is config}
 
 def add_architecture(kind: str, *row): # `config.model_type`; fields of `Architecture`
     "Support another model type: masks, removal, saving and loading."
@@ -218,10 +303,9 @@ def add_architecture(kind: str, *row): # `config.model_type`; fields of `Archite
     if row: ARCHITECTURES[kind] = Architecture(*row)
     whole = transformers.CONFIG_MAPPING[kind]
     config = type(f'Pruned{whole.__name__}', (PrunedConfig, whole), dict(model_type=PRUNED + kind))
+    config = globals().setdefault(config.__name__, config)
     transformers.AutoConfig.register(PRUNED + kind, config, exist_ok=True)
-    globals()[config.__name__] = config
-    for name, c in _classes(whole).items():                    # the Auto classes find them
-        pruned = globals()[f'Pruned{c.__name__}'] = pruned_class(c)
-        getattr(transformers, name).register(config, pruned, exist_ok=True)
+    if row: config.models()
 
-for kind in ARCHITECTURES: add_architecture(kind)
+for kind in ARCHITECTURES: # other versions of transformers lack some
+    if kind in transformers.CONFIG_MAPPING: add_architecture(kind)

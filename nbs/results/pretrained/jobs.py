@@ -80,7 +80,7 @@ class Jobs: # of SmolLM2; each returns a dictionary
         return dict(runs=[run], seconds=seconds, pi=gates.log_alpha.tolist())
     def both(self, units, seed): # a tenth of the parameters
         heads = hf.HFHeads(self.model, None, 'both')
-        costs = heads.costs()
+        costs = heads.costs()[0]                               # the same in all layers
         h = shape(self.model)[1]
         share = .1 if units == 'both' else .1 * float(costs.sum() / costs[:h].sum())
         gates, seconds = timed(hf.train_gates, self.model, batches(self.text['choose'], 2), share, units, seed=seed)
