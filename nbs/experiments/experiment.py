@@ -156,7 +156,7 @@ def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
     return passage_bits([x['models']['pruned']['passages']['test'] for x in found])
 
 def which_method(experiments: str, brief: bool = False) -> str: # path of the folder of experiments
-    "Which method to use, with the recorded numbers that say so, as a table; brief: of three rows."
+    "Which method to use, with the recorded numbers that say so, as a table; brief: of four rows."
     parts = result('pretrained')['parts']
     def decoder(m): return np.array([r['test'] for p in parts.values() for r in p.get('runs', ()) if (r['method'], r.get('rate')) == (m, .2) and 'test' in r])
     def encoder(m): return np.array([r['cosine'] for r in parts['minilm-encoder']['runs'] if (r['method'], r['rate']) == (m, .5)])
@@ -166,14 +166,20 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     after = {r['method']: right(r) for r in parts['minilm-tuned']['tuned']}
     whole, minutes = np.mean(parts['whole']['runs'][0]['test']), parts['score-leave_one_out']['seconds'] / 60
 
+    def cut(name, how='nothing'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks
+        return np.mean(result(f'pretrained/neurons/{name}-0.1')[how]['test']) - np.mean(result('pretrained/neurons/whole')['test'])
+    neurons = (f"without 10 % of the parameters of its blocks SmolLM2 loses {cut('fisher-sorted16', 'least_squares'):.2f} nats, {cut('both'):.2f} with gates on "
+               f"heads and neurons, {cut('layers'):.2f} without three whole layers (one seed)")
+
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
     a, b, share = 'choice-after', 'choice-word', lambda *which: saved(*which).split()[0]
     if brief: return markdown(['my model', 'use', 'because'], [
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
          f"on characters, its heads cost {share(a, 'leave_one_out')} less than random heads, those of gates {share(a, 'gates')} less (after 1,500 steps of fine-tuning); on words the text decides: *leave_one_out* costs {share(b, 'leave_one_out')} less on test text, {share(b, 'leave_one_out', 'valid')} less on validation text ({choice})"],
-        ['a decoder from transformers', 'gates if you have minutes, else *gradient*',
+        ['from transformers, to remove parameters', '`hf.prune`, which removes neurons', f'{neurons}; [06_hf](beyond/06_hf.ipynb)'],
+        ['a decoder from transformers, to remove heads', 'gates if you have minutes, else *gradient*',
          f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}{unclear(decoder('leave_one_out') - decoder('gates'), ', no clear difference')}, but in {minutes:.0f} minutes; {pretrained})"],
-        ['an encoder', 'gates if you have minutes, else *output_difference*',
+        ['an encoder, to remove heads', 'gates if you have minutes, else *output_difference*',
          f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}{unclear(encoder('gates') - encoder('output_difference'))}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
     rows = [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
@@ -183,13 +189,14 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
          f"words: they save {saved(b, 'rewound')} of test and {saved(b, 'rewound', 'valid')} of validation text", choice],
         ['', 'hours to train', '*leave_one_out* (tried on characters)',
          f"bits per character that it is better than gates after 12,000 steps: {between(verdict_bits('gates') - verdict_bits('leave_one_out'))}", choice],
-        ['a decoder from transformers', 'seconds', '*gradient*',
+        ['from transformers, to remove parameters', 'minutes', '`hf.prune`, which removes neurons', neurons, '[06_hf](../beyond/06_hf.ipynb)'],
+        ['a decoder, to remove heads', 'seconds', '*gradient*',
          f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
         ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(decoder('gradient') - decoder('gates'))}, "
          f"than with *leave_one_out*, which takes {minutes:.0f} minutes: {between(decoder('leave_one_out') - decoder('gates'))}", pretrained],
         ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
          f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
-        ['an encoder', 'seconds', '*output_difference*',
+        ['an encoder, to remove heads', 'seconds', '*output_difference*',
          f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
         ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(correct('gates') - correct('leave_one_out'))}; "
          f"cosine as an encoder: {between(encoder('gates') - encoder('leave_one_out'))}", pretrained],
