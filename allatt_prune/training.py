@@ -171,7 +171,7 @@ def record(state: TrainState) -> dict: # ready for JSON
 def told(state: TrainState) -> str: # beside a progress bar
     "Loss of the last step and number of open heads."
     words = (state.model.vocab or {}).get('unit') == 'word'
-    loss = f'{state.loss:.3f} nats' if words else f'{Score(state.loss).bits:.3f} bits'
+    loss = f'{state.loss:.3f} nats' if words else f'{state.loss / math.log(2):.3f} bits'
     return loss if state.gates is None else f'{loss}, {state.gates.open_mask().sum()} heads open'
 
 def train(
