@@ -34,7 +34,7 @@ class AllAttention(nn.Module):
 
     @staticmethod
     def shared(layers: list, pos: Tensor) -> list: # attention sub-layers; position table
-        "What each layer gets as `pos`. A faster version prepares all layers here."
+        "List `pos` of each layer. A faster version prepares all layers here."
         return [pos] * len(layers)
 
     def forward(self,
