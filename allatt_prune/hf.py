@@ -273,7 +273,7 @@ def prune(
     total = heads.model.num_parameters()
     n = share * total / cost                                   # units to remove
     if not 0 < n < left:
-        raise ValueError(f'share={share}: not a share; {units} are {left * cost / total:.0%} of the parameters')
+        raise ValueError(f'share={share}: give less than {left * cost / total:.2f}, and more than 0; {units} hold no more')
     method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
         multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
