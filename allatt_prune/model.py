@@ -85,8 +85,10 @@ def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; i
     "Keep the last `mem_len` inputs of every layer, without gradient. Paper, §3.1."
     if mem_len == 0: return None
     new, t = torch.stack([x[:, -mem_len:] for x in inputs]).detach(), inputs[0].shape[1]
-    # the last old positions that there is room for, then the new ones
-    return new if mems is None or t >= mem_len else torch.cat([mems[:, :, t - mem_len:], new], 2)
+    if mems is None or t >= mem_len: return new
+    both = torch.cat([mems, new], 2)
+    s = both.shape[2]                                          # sym_max: s may be free in an exported graph
+    return both[:, :, torch.arange(torch.sym_max(0, s - mem_len), s)]
 
 # %% ../nbs/method/02_model.ipynb #f1ed53f0
 def wide(x: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class LM(nn.Module):
         z: Tensor|None = None # head multipliers (l h); None: all 1
     ) -> tuple[Tensor, Tensor|None]: # mean nats per target, or logits (b t vocab); new memory
         x, inputs, z = self.embed(ids), [], self.per_layer(z)
-        if mems is not None and mems.shape[:2] != (len(self.layers), len(ids)):
+        if mems is not None and mems.shape[:2] != (len(self.layers), ids.shape[0]):
             raise ValueError(f'mems={tuple(mems.shape)}: not (l b s-t c) of this model and batch')
         pos = self.attention.shared([layer.attn for layer in self.layers], self.pos)
         for i, layer in enumerate(self.layers):

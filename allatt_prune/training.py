@@ -184,7 +184,7 @@ def train(
     r = recipe if gates is None else recipe.pruning()
     state = TrainState.new(model, corpus, r, gates, start=start, text_loss=text_loss)
     records, steps = [], train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=state)
-    with shown(progress), bar(steps, 'training' if gates is None else 'training with gates', r.steps) as steps:
+    with shown(progress), bar(steps, f'training {sum(model.cfg.layer_heads)} heads' + ' with gates' * (gates is not None), r.steps) as steps:
         for state in steps:
             steps.set_postfix_str(told(state), refresh=False)
             if state.step % r.log_every == 0 or state.step == r.steps: records.append(record(state))

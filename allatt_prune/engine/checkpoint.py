@@ -61,7 +61,7 @@ def seal(folder: str|Path, files: list[str]): # file names in the folder
 def new_folder(path: str|Path): # folder to create
     "Yield a folder to fill; seal it and rename it to `path`. FileExistsError if `path` exists."
     path = Path(path)
-    if os.path.lexists(path): raise FileExistsError(f'{path}: exists; give another name, or resume=True (--resume) to go on')
+    if os.path.lexists(path): raise FileExistsError(f'{path}: exists; give another name')
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole(path) as tmp:
         tmp.mkdir()

@@ -141,19 +141,23 @@ def figure(
     axes = dict(zip(panels, fig.subplots(1, len(panels), squeeze=False)[0]))
     below = dict(frameon=False, fontsize=8, loc='upper center', bbox_to_anchor=(.5, -.2), ncols=3)
     first = by['baseline'][-1]['step'] if 'baseline' in by else 0
+    highest = 0.                                               # of what is shown: without the first fall
     for phase, rs in by.items():
         start = 0 if phase == 'baseline' else first
         step, loss = (np.array([r[k] for r in rs]) for k in ('step', 'loss'))
         n = min(5, len(rs))
         axes['loss'].plot(start + step, loss / nats, lw=.5, alpha=.5, color=COLOURS[phase])
-        axes['loss'].plot(start + step[n-1:], np.convolve(loss, np.ones(n)/n, 'valid') / nats,
-                          color=COLOURS[phase], label=phase)
+        mean = np.convolve(loss, np.ones(n)/n, 'valid') / nats
+        axes['loss'].plot(start + step[n-1:], mean, color=COLOURS[phase], label=phase)
+        highest = max(highest, mean[len(mean) // 10:].max())
     last = first + max([r['step'] for r in records if r['phase'] != 'baseline'], default=0)
     for r in rows:
         if r['model'] == 'gated': continue                     # its loss is that of the pruned model
         step, test = first if r['model'] == 'baseline' else last, np.log(r['test']) if words else r['test']
+        highest = max(highest, test)
         axes['loss'].plot(step, test, 'o', mfc='w', color=COLOURS[r['model']], label=f"{r['model']}, test")
-    axes['loss'].set(title=f'loss, {name}', xlabel='step')
+    low, high = axes['loss'].get_ylim()
+    axes['loss'].set(title=f'loss, {name}', xlabel='step', ylim=(low, min(high, 1.05 * highest) if by else high))
     if by or rows: axes['loss'].legend(**below)
     if gated:
         probs = np.array([r['open_prob'] for r in gated])      # (records l h)
@@ -175,8 +179,11 @@ def figure(
 
 def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # by name
     "Let the models continue the beginning of the test text (in brackets), with the same random numbers."
-    prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 30])
-    def told(m): return f'[{(start := m.write(prompt, 0))}]{m.write(prompt, n)[len(start):]}'
+    prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 40])
+    if corpus.unit != 'word': prompt = re.sub(r'^\S*\s+|\S*$', '', prompt) or prompt # whole words
+    def told(m):
+        start, text = m.write(prompt, 0), m.write(prompt, n)
+        return f'[{start}]' + (text[len(start):].rpartition(' ')[0] or text[len(start):])
     return {name: told(models[name]) for name in ('baseline', 'control', 'pruned') if name in models}
 
 def write_report(
@@ -191,18 +198,20 @@ def write_report(
     about = dict(recipe=asdict(recipe), corpus=name, unit=corpus.unit, vocab=corpus.hash, tokens=tokens,
                  environment=environment(device), seconds=log['seconds'], keep=keep)
     told = {'heads chosen by': recipe.method, 'heads of each layer': keep and [*map(sum, keep)],
-            'tokens': '{:,} of training text; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
+            'tokens of text': '{:,} to train on; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
-            'settings': repr(replace(recipe, corpus=name)),
+            'settings': f'`{replace(recipe, corpus=name)}`',
             'command': checkpoint.read_part(run_dir, 'plan.json')['command'] if (run_dir/'plan.json').exists() else None}
-    told |= about['environment']
-    setup = '; '.join(f'{k} {x}' for k, x in told.items() if x is not None)
+    env = {**about['environment']}
+    told |= dict(machine=', '.join([env.pop('processor'), *filter(None, [env.pop('gpu', None)]), f"threads {env.pop('threads')}"]),
+                 versions=', '.join(f'{k} {x}' for k, x in env.items()))
     wrote = [f'    {model:8} | {text}' for model, text in (texts or {}).items()]
     wrote = '\n\n'.join(x.replace('\n', ' ') for x in wrote)
     parts = (f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), legend(rows), PICTURE,
-             'Lines: training loss (with dropout, if there is any) of batches, and its mean over five records. '
+             f'Lines: training loss (with dropout, if there is any) every {recipe.log_every} steps, and the mean of five of them. '
              'Circles: loss of the test text.',
-             wrote and 'What they write:\n\n' + wrote, setup)
+             wrote and 'The beginning of the test text (in brackets), and how each model continues it:\n\n' + wrote,
+             markdown(['', 'this run'], [[k, x] for k, x in told.items() if x is not None], 2))
     report = '\n\n'.join(filter(None, parts)) + '\n'
     checkpoint.write_file(run_dir/'report.md', report.encode(errors='replace'))
     checkpoint.write_file(run_dir/'report.json', json.dumps(dict(rows=rows, **about), indent=1).encode())

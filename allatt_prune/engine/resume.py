@@ -152,7 +152,7 @@ def train_run(
             if came: raise Stopped(came)
         if s.step: look(resumed=True)                          # if a signal had ended the validation
         steps = train_steps(model, corpus, recipe, gates, lr=lr, penalty=penalty, state=s)
-        with shown(world.rank == 0), bar(steps, phase, r.steps, s.step) as steps:
+        with shown(world.rank == 0), bar(steps, phase, r.steps, s.step, leave=True) as steps:
             for s in steps:
                 if after: after(s)
                 look()

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 from . import checkpoint
 from .corpora import load_corpus
-from ..config import Recipe, get_recipe
+from ..config import Recipe, adjusted, get_recipe
 from ..data import LOG, Corpus, DataError, Streams
 from ..distill import Distill
 from ..model import LM
@@ -163,6 +163,8 @@ def _lock(run_dir): # context for the only process that works there
 
 # %% ../../nbs/engine/08_run.ipynb #9dafdcbf
 def _begin(run_dir, baseline, files): # create a run directory with its first files, all or none
+    if os.path.lexists(run_dir):
+        raise FileExistsError(f'run_dir={run_dir}: exists; give another name, or resume=True (--resume) to go on')
     with checkpoint.new_folder(run_dir) as tmp:
         for name, x in files.items(): checkpoint.write_file(tmp/name, json.dumps(x, indent=1).encode())
         if baseline:
@@ -179,7 +181,8 @@ def run(
     models: tuple = MODELS,
     baseline: str|Path|None = None, # None: train one
     way: Callable = way,
-    progress: bool = True
+    progress: bool = True,
+    **settings
 ) -> Result: # rows of the table; a notebook shows the report
     """Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal.
 
@@ -193,9 +196,10 @@ def run(
     baseline: name or folder of a trained model to prune; None: train one
     way: function of the recipe that returns a `Way` of choosing heads
     progress: show bars
+    settings: settings of the recipe to change, like steps=300
     """
     run_dir, device, world = Path(run_dir), pick_device(device), Processes()
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = get_recipe(recipe, **settings) if isinstance(recipe, str) else adjusted(recipe, **settings)
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
     models = {*models, *(['gated'] if 'pruned' in models else [])} # from which it is made
