@@ -1,6 +1,6 @@
 """Shared helpers of the experiments: runs, sweeps, result files"""
 
-import hashlib, json, os, re, statistics, time
+import hashlib, json, re, statistics, time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -66,13 +66,6 @@ def joint(parts: list[dict]) -> dict:
     about = {k: ', '.join(dict.fromkeys(x for e in environments for x in e[k].split(', '))) for k in environments[0]}
     seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
     return dict(environment=about, seconds=round(sum(seconds)))
-
-def peak_memory(job: Callable[[], object]) -> float: # MiB
-    "Most memory that PyTorch adds while a job runs once on a CPU."
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6') # no messages from the profiler
-    with torch.autograd.profiler.profile(profile_memory=True) as seen: job()
-    sizes = [e.nbytes() for e in seen.kineto_results.events() if e.name() == '[memory]']
-    return float(np.cumsum(sizes).max(initial=0)) / 2**20
 
 def made(found: dict) -> str:
     "Hardware, versions, commit and minutes of an experiment, in one line."
