@@ -117,7 +117,7 @@ def training(phase, recipe, environment, corpus=None): # everything that decides
     return phase, corpus or recipe['corpus'], *where, repr(get_recipe('text8', **settings))
 
 def trainings(found): # of all result files: the training run, and its heads, bits or perplexity
-    runs = [f for n in ('tiny', 'table1', 'figure3') for f in found[n].get('runs', [found[n]])]
+    runs = [f for n in ('tiny', 'table1') for f in found[n].get('runs', [found[n]])]
     runs += found['choice']['gates'] + found['choice']['early']
     for f in runs:
         for row in f['rows']:
