@@ -1,15 +1,14 @@
 """Shared helpers of the experiments: runs, sweeps, result files"""
 
-import hashlib, json, os, re, statistics, time
+import hashlib, json, re, statistics, time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 import numpy as np, torch
 from allatt_prune.engine.checkpoint import load, read, verify, write_file
-from allatt_prune.engine.report import markdown
+from allatt_prune.engine.report import environment, markdown
 from allatt_prune.engine.run import MODELS, pick_device, run
-from allatt_prune.engine.report import environment
 from allatt_prune.config import Recipe
 
 SMALL = dict(corpus='pydocs', n_layer=1, d_model=32, n_persistent=16, seg_len=16, mem_len=16, batch=8,
@@ -33,8 +32,7 @@ def finished(
     baseline: str|Path|None = None, way: Callable|None = None # as for `run`; None: the recipe's own way
 ) -> dict:
     "The `outcome` of a run that is started, resumed, or only read."
-    more = dict(way=way) if way else {}
-    run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline, **more)
+    run(recipe, None, folder, resume=Path(folder).exists(), models=models, baseline=baseline, **dict(way=way) if way else {})
     return outcome(folder)
 
 def provenance(script: str|Path|None, *texts: np.ndarray) -> dict[str, str]: # file; ids of the texts it reads
@@ -42,9 +40,10 @@ def provenance(script: str|Path|None, *texts: np.ndarray) -> dict[str, str]: # f
     def sha(*parts): return hashlib.sha256(b''.join(parts)).hexdigest()
     info = Path('/proc/cpuinfo')
     lines = re.findall(r'(?:cpu family|model|model name|stepping)\s*:\s*(.+)', info.read_text()) if info.exists() else []
-    return dict(date=f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC', cpu=' / '.join(lines[:4]) or 'not recorded',
-                script=Path(script).name if script else 'not recorded', script_sha256=sha(Path(script).read_bytes()) if script else 'not recorded',
-                text_sha256=sha(*(np.asarray(t).tobytes() for t in texts)) if texts else 'not recorded')
+    about = dict(date=f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC', cpu=' / '.join(lines[:4]),
+                 script=script and Path(script).name, script_sha256=script and sha(Path(script).read_bytes()),
+                 text_sha256=texts and sha(*(np.asarray(t).tobytes() for t in texts)))
+    return {k: x or 'not recorded' for k, x in about.items()}
 
 def recorded(
     file: str|Path, make: Callable[[], dict], # JSON file; runs the experiment
@@ -55,8 +54,8 @@ def recorded(
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         found = make()
-        seconds = round(time.monotonic() - since)
-        about = dict(environment=environment(pick_device('auto')), seconds=seconds, provenance=provenance(script, *texts))
+        about = dict(environment=environment(pick_device('auto')), seconds=round(time.monotonic() - since),
+                     provenance=provenance(script, *texts))
         write_file(file, (json.dumps(about | found) + '\n').encode())
     return json.loads(file.read_text(encoding='utf-8'))
 
@@ -67,24 +66,17 @@ def joint(parts: list[dict]) -> dict:
     seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
     return dict(environment=about, seconds=round(sum(seconds)))
 
-def peak_memory(job: Callable[[], object]) -> float: # MiB
-    "Most memory that PyTorch adds while a job runs once on a CPU."
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6') # no messages from the profiler
-    with torch.autograd.profiler.profile(profile_memory=True) as seen: job()
-    sizes = [e.nbytes() for e in seen.kineto_results.events() if e.name() == '[memory]']
-    return float(np.cumsum(sizes).max(initial=0)) / 2**20
-
 def made(found: dict) -> str:
     "Hardware, versions, commit and minutes of an experiment, in one line."
-    about = found['environment'] | dict(minutes=round(found['seconds']/60))
-    return '; '.join(f'{k} {x}' for k, x in about.items())
+    return '; '.join(f'{k} {x}' for k, x in (found['environment'] | dict(minutes=round(found['seconds']/60))).items())
 
 def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, dict]:
     "The row of a model in each seed; with a lambda, from its run, else from the last run that has it."
     runs = [f for f in found if lam in (None, f['recipe']['lam'])]
     return {f['recipe']['seed']: r for f in runs for r in f['rows'] if r['model'] == model}
 
-T = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262))) # Student's t, 97.5 %, by seeds; of more than ten, that of ten
+# Student's t, 97.5 %, by seeds; of more than ten, that of ten
+T = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)))
 
 def interval(
     x: np.ndarray # paired differences (seeds, passages)
@@ -124,6 +116,7 @@ def arm_costs(
 
 def result(name: str): # name of a file of results, without .json
     return json.loads((Path(__file__).parent.parent/f'results/{name}.json').read_text(encoding='utf-8'))
+
 def unclear(x: np.ndarray, note: str = ' (no clear difference)') -> str: # as for `interval`
     "A note if the interval holds 0."
     low, high = interval(x)
@@ -137,7 +130,9 @@ def short_costs(name: str, split: str = 'test') -> dict[str, np.ndarray]: # choi
     "Score of each choice of heads minus the control's, after 1,500 steps; of random heads the mean over the draws."
     found, cost = result(name), {}
     control = [c['rows'][1][split] for c in found['controls']]
-    for x in found['runs']: cost.setdefault(x['arm'].split()[0], {}).setdefault((x['seed'], x['lam']), []).append(x[split] - control[x['seed']])
+    for x in found['runs']:
+        by = cost.setdefault(x['arm'].split()[0], {})
+        by.setdefault((x['seed'], x['lam']), []).append(x[split] - control[x['seed']])
     return {arm: np.reshape([np.mean(of[k]) for k in sorted(of)], (len(control), -1)) for arm, of in cost.items()}
 
 def shares_saved(name: str, arm: str, split: str = 'test') -> np.ndarray: # (seeds, 1)
@@ -150,57 +145,57 @@ def saved(name: str, arm: str, split: str = 'test') -> str:
     x = shares_saved(name, arm, split)
     return '{:.0%} ({:.0f} to {:.0f})'.format(x.mean(), *(100 * interval(x)))
 
-def verdict_bits(arm: str) -> np.ndarray: # (seeds, passages)
-    "Bits of the pruned models of three seeds, trained on for 12,000 steps."
-    found = [result(f'verdicts/{arm}-0.08-{seed}') for seed in range(3)]
-    return passage_bits([x['models']['pruned']['passages']['test'] for x in found])
-
 def which_method(experiments: str, brief: bool = False) -> str: # path of the folder of experiments
     "Which method to use, with the recorded numbers that say so, as a table; brief: of four rows."
     parts = result('pretrained')['parts']
-    def decoder(m): return np.array([r['test'] for p in parts.values() for r in p.get('runs', ()) if (r['method'], r.get('rate')) == (m, .2) and 'test' in r])
-    def encoder(m): return np.array([r['cosine'] for r in parts['minilm-encoder']['runs'] if (r['method'], r['rate']) == (m, .5)])
-    def right(x): return np.array([*x['right']], int)[None]
-    def correct(m): return np.concatenate([right(r) for r in parts['minilm-classifier']['runs'] if (r['method'], r.get('rate')) == (m, .5)])
+    runs = [r for p in parts.values() for r in p.get('runs', ())]
+    def of(key, m, rate): return np.array([r[key] for r in runs if key in r and (r['method'], r.get('rate')) == (m, rate)])
+    def nats(m): return of('test', m, .2) # of SmolLM2 without a fifth of its groups
+    def cosine(m): return of('cosine', m, .5) # of MiniLM without half of its heads
+    def right(answers): return np.array([[*x] for x in answers], int)
     def tuned(m, text): return np.array(parts[f'tuned-{m}-0.2'][text])[None]
-    after = {r['method']: right(r) for r in parts['minilm-tuned']['tuned']}
-    whole, minutes = np.mean(parts['whole']['runs'][0]['test']), parts['score-leave_one_out']['seconds'] / 60
-
+    def bits(arm): return passage_bits([result(f'verdicts/{arm}-0.08-{seed}')['models']['pruned']['passages']['test'] for seed in range(3)])
+    def lost(m): return nats(m).mean() - np.mean(parts['whole']['runs'][0]['test'])
     def cut(name, how='nothing'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks
         return np.mean(result(f'pretrained/neurons/{name}-0.1')[how]['test']) - np.mean(result('pretrained/neurons/whole')['test'])
-    neurons = (f"without 10 % of the parameters of its blocks SmolLM2 loses {cut('fisher-sorted16', 'least_squares'):.2f} nats, {cut('both'):.2f} with gates on "
-               f"heads and neurons, {cut('layers'):.2f} without three whole layers (one seed)")
 
+    after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
+    neurons = '`hf.prune`, which removes neurons', (
+        f"without 10 % of the parameters of its blocks SmolLM2 loses {cut('fisher-sorted16', 'least_squares'):.2f} nats, {cut('both'):.2f} with gates on "
+        f"heads and neurons, {cut('layers'):.2f} without three whole layers (one seed)")
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
-    a, b, share = 'choice-after', 'choice-word', lambda *which: saved(*which).split()[0]
+    a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
+    def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
     if brief: return markdown(['my model', 'use', 'because'], [
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
-         f"on characters, its heads cost {share(a, 'leave_one_out')} less than random heads, those of gates {share(a, 'gates')} less (after 1,500 steps of fine-tuning); on words the text decides: *leave_one_out* costs {share(b, 'leave_one_out')} less on test text, {share(b, 'leave_one_out', 'valid')} less on validation text ({choice})"],
-        ['from transformers, to remove parameters', '`hf.prune`, which removes neurons', f'{neurons}; [06_hf](beyond/06_hf.ipynb)'],
-        ['a decoder from transformers, to remove heads', 'gates if you have minutes, else *gradient*',
-         f"without a fifth of its groups SmolLM2 loses {decoder('gates').mean() - whole:.3f} nats with gates, {decoder('gradient').mean() - whole:.2f} with *gradient*, {decoder('random').mean() - whole:.1f} with random groups (*leave_one_out*: {decoder('leave_one_out').mean() - whole:.2f}{unclear(decoder('leave_one_out') - decoder('gates'), ', no clear difference')}, but in {minutes:.0f} minutes; {pretrained})"],
-        ['an encoder, to remove heads', 'gates if you have minutes, else *output_difference*',
-         f"without half of MiniLM's heads, the cosine to the whole model is {encoder('gates').mean():.2f}, {encoder('output_difference').mean():.2f}{unclear(encoder('gates') - encoder('output_difference'))}, and {encoder('random').mean():.2f} with random heads ({pretrained})"]], text=3)
-    rows = [
+         f"on characters, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} (after 1,500 steps of fine-tuning); "
+         f"on words the text decides: *leave_one_out* costs {less(b, 'leave_one_out')} on test text, {less(b, 'leave_one_out', 'valid')} on validation text ({choice})"],
+        ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; [06_hf](beyond/06_hf.ipynb)'],
+        ['a decoder from transformers, to remove heads', seconds('gradient'),
+         f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
+         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but in {minutes}; {pretrained})"],
+        ['an encoder, to remove heads', seconds('output_difference'),
+         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.2f}, {cosine('output_difference').mean():.2f}"
+         f"{unclear(cosine('gates') - cosine('output_difference'))}, and {cosine('random').mean():.2f} with random heads ({pretrained})"]], text=3)
+    return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
          f"{saved(b, 'leave_one_out')} of test and {saved(b, 'leave_one_out', 'valid')} of validation text, gates {saved(b, 'gates')} and {saved(b, 'gates', 'valid')}", choice],
         ['', 'minutes', 'the same on characters; on words, heads that gates close in 2,400 earlier steps, then the weights of before (*rewound*)',
          f"words: they save {saved(b, 'rewound')} of test and {saved(b, 'rewound', 'valid')} of validation text", choice],
         ['', 'hours to train', '*leave_one_out* (tried on characters)',
-         f"bits per character that it is better than gates after 12,000 steps: {between(verdict_bits('gates') - verdict_bits('leave_one_out'))}", choice],
-        ['from transformers, to remove parameters', 'minutes', '`hf.prune`, which removes neurons', neurons, '[06_hf](../beyond/06_hf.ipynb)'],
+         f"bits per character that it is better than gates after 12,000 steps: {between(bits('gates') - bits('leave_one_out'))}", choice],
+        ['from transformers, to remove parameters', 'minutes', *neurons, '[06_hf](../beyond/06_hf.ipynb)'],
         ['a decoder, to remove heads', 'seconds', '*gradient*',
-         f"without a fifth of its groups SmolLM2 loses {decoder('gradient').mean() - whole:.2f} nats, with random groups {decoder('random').mean() - whole:.1f}", pretrained],
-        ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(decoder('gradient') - decoder('gates'))}, "
-         f"than with *leave_one_out*, which takes {minutes:.0f} minutes: {between(decoder('leave_one_out') - decoder('gates'))}", pretrained],
+         f"without a fifth of its groups SmolLM2 loses {lost('gradient'):.2f} nats, with random groups {lost('random'):.1f}", pretrained],
+        ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(nats('gradient') - nats('gates'))}, "
+         f"than with *leave_one_out*, which takes {minutes}: {between(nats('leave_one_out') - nats('gates'))}", pretrained],
         ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
          f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
         ['an encoder, to remove heads', 'seconds', '*output_difference*',
-         f"without half of MiniLM's heads, cosine to the whole model {encoder('output_difference').mean():.2f}, random {encoder('random').mean():.2f}", pretrained],
-        ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(correct('gates') - correct('leave_one_out'))}; "
-         f"cosine as an encoder: {between(encoder('gates') - encoder('leave_one_out'))}", pretrained],
-        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: accuracy of gates above it: {between(after['gates'] - after['gradient'])}", pretrained]]
-    return markdown(['my model', 'I have', 'use', 'because', 'see'], rows, text=5)
+         f"without half of MiniLM's heads, cosine to the whole model {cosine('output_difference').mean():.2f}, random {cosine('random').mean():.2f}", pretrained],
+        ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(right(of('right', 'gates', .5)) - right(of('right', 'leave_one_out', .5)))}; "
+         f"cosine as an encoder: {between(cosine('gates') - cosine('leave_one_out'))}", pretrained],
+        ['', 'hours to train', '*gradient*, the cheapest', f"one seed: accuracy of gates above it: {between(after['gates'] - after['gradient'])}", pretrained]], text=5)
 
 BESIDE = dict(loc='center left', bbox_to_anchor=(1.02, .5), fontsize=8, frameon=False)
