@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from torch.autograd.function import once_differentiable
 from .. import attention
 from . import cuda
-from ..model import AllAttention, wide
+from ..model import AllAttention, Layer, LM, wide
 
 # %% ../../nbs/engine/00_fused.ipynb #e64a5d7b
 @torch.library.custom_op(f"{__name__.replace('.', '_')}::dropout_mask", mutates_args=())
@@ -221,9 +221,11 @@ def fused_attend(
     return _Attend.apply(z, zm, r[:, :m].flip(1) / q.shape[-1]**.5, u, w, pk, pv, min(dropout, MOST)).transpose(1, 2)
 
 # %% ../../nbs/engine/00_fused.ipynb #fa57a002
+HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+def _usual(m, kind): # without hooks or a forward of its own
+    return type(m) is kind and 'forward' not in vars(m) and not any(vars(m)[x] for x in HOOKS)
 def _as_made(a): # the fast path calls neither hooks nor replaced parts
-    hooks = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
-    parts = all(type(f) is nn.Linear and not any(vars(f)[x] for x in hooks) for f in (a.wq, a.wk, a.wv, a.wr, a.wo))
+    parts = all(_usual(f, nn.Linear) for f in (a.wq, a.wk, a.wv, a.wr, a.wo))
     return parts and type(a) is FastAttention and a.attend is fused_attend
 
 class FastAttention(AllAttention):
@@ -252,15 +254,40 @@ class FastAttention(AllAttention):
     def forward(self, x, mem, pos, z=None): # as `AllAttention`; pos: the table, or from `shared`
         if torch.is_tensor(pos): pos, = self.shared([self], pos)
         if torch.is_tensor(pos): return super().forward(x, mem, pos, z)
-        if not x.numel(): return x
+        if mem is not None: # -> its k, v
+            mem = F.linear(self.norm(mem).to(pos[0].dtype), pos[0][self.u.numel():]).view(*mem.shape[:2], 2, *self.u.shape)
+        return self.packed(x, mem, pos, z)[0]
+
+    def packed(self, x, old, pos, z): # old: k, v of the memory (b s 2 h d) -> output, k, v of the segment
         (qkv, bias, r, wo, bo, pk, pv), (b, t, _), (h, d) = pos, x.shape, self.u.shape
         own = F.linear(self.norm(x).to(qkv.dtype), qkv, bias).view(b, t, 3, h, d)     # q + w, k, v
-        if mem is None: old = own[:, :0, 1:]
-        else: old = F.linear(self.norm(mem).to(qkv.dtype), qkv[h*d:]).view(b, -1, 2, h, d) # k, v
+        if old is None: old = own[:, :0, 1:]
+        if not x.numel(): return x, own[:, :, 1:]
         m, drop = min(r.shape[1], old.shape[1] + t), min(self.cfg.attn_dropout, MOST) if self.training else 0.
         o = _Attend.apply(own, old, r if m == r.shape[1] else r[:, -m:], self.u, self.w, pk, pv, drop) # (b t h d)
         if z is not None: o, bo = o * z.to(o.dtype)[:, None], bo * z.any()
-        return x + F.dropout(F.linear(o.flatten(2), wo, bo), self.cfg.dropout, self.training)
+        return x + F.dropout(F.linear(o.flatten(2), wo, bo), self.cfg.dropout, self.training), own[:, :, 1:]
+
+    @staticmethod
+    def reader(model, z=None): # keeps k and v of the last positions instead of the inputs
+        "Read with weights joined once, projecting nothing twice."
+        layers, zs, m = [*model.layers], model.per_layer(z), model.cfg.mem_len
+        pos = FastAttention.shared([l.attn for l in layers], model.pos)
+        usual = [(model, LM), *((l, Layer) for l in layers), *((l.attn, FastAttention) for l in layers if l.attn)]
+        if any(not _usual(x, kind) or x._compiled_call_impl for x, kind in usual) or any(
+            torch.is_tensor(p) and l.attn for l, p in zip(layers, pos)): return AllAttention.reader(model, z)
+        def read(ids, targets=None, mems=None):
+            x, kept = model.embed(ids), []
+            for layer, old, p, z in zip(layers, mems or [None] * len(layers), pos, zs):
+                if layer.attn is not None:
+                    x, new = layer.attn.packed(x, old, p, z)
+                    if old is not None and new.shape[1] < m: new = torch.cat([old, new], 1)
+                    old = new[:, max(0, new.shape[1] - m):]
+                kept.append(old)
+                if layer.ff is not None: x = x + layer.ff(x)
+            x = model.norm(x)
+            return model.words.logits(x) if targets is None else model.words.loss(x.flatten(0, 1), targets.flatten()), kept
+        return read
 
 # %% ../../nbs/engine/00_fused.ipynb #0ccc9b31
 def weights(q: Tensor, k: Tensor, r: Tensor, u: Tensor, w: Tensor, pk: Tensor) -> Iterator[tuple]:
