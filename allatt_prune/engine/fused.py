@@ -102,30 +102,26 @@ def _forward(persistent, z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d)
     k, v = kv.flatten(1, 2)                                    # (h·b m+t d)
     q = (z[:, :, 0] - w).flatten(0, 1).transpose(0, 1)         # (h b·t d)
     qw = _by_head(z)[0].contiguous()                           # (h b t d)
-    qu = (qw + (u - w)[:, None, None]).flatten(0, 1)           # (h·b t d)
+    qu = (qw + (u - w)[:, None, None]).flatten(0, 1).mul_(d**-.5) # (h·b t d)
     position = torch.bmm(qw := qw.flatten(1, 2), r.mT).view(h*b, t, m)
-    size, outs, ps, shares = min(t, BLOCK), [], [], []
-    _band(mask := z.new_full((size, size + m), -math.inf), m).zero_()
     o, lse = persistent[0](q, pk, pv, dropout, seed) if n else (torch.zeros_like(q), wide(q[..., 0]) - math.inf)
-    o, lse = (x.unflatten(1, (b, t)) for x in (o, lse))
+    lse, outs, shares, ps = lse.reshape(h*b, t), [], [], []
     for i in _blocks(t, BLOCK):
-        c, j, seen, empty = i.stop - i.start, slice(i.start, i.stop + m), mask, m - s - i.start
-        if empty > 1: seen = mask.masked_fill(torch.arange(size + m, device=z.device) < empty, -math.inf)
-        scores = wide(torch.baddbmm(seen[:c, :c+m], qu[:, i], k[:, j].mT, alpha=d**-.5))
-        _band(scores, m).add_(position[:, i])
-        scores.unflatten(0, (h, b))[..., 0] = lse[:, :, i]
-        p = kept = scores.softmax(-1)
-        shares.append(p[:, :, 0].clone())
-        p[:, :, 0] = 0
-        if dropout:
-            kept = dropout_mask(p, dropout, seed, i.start).mul_(p)
-            p = (2 * kept).sub_(p)                             # negative: dropped
-        outs.append(torch.bmm(kept.to(v.dtype), v[:, j]))
-        ps.append(p)
+        scores = torch.bmm(qu[:, i], k[:, i.start:i.stop + m].mT) # (h·b c c+m)
+        if m - s > i.start: scores[..., :m - s - i.start] = -math.inf # before the text
+        band = _band(scores, m)                                # (h·b c m), furthest first
+        p = torch.cat([lse[:, i, None], band.add_(position[:, i])], -1).softmax(-1)
+        shares.append(p[..., 0])
+        p = p[..., 1:]
+        if dropout: p = p * dropout_mask(p, dropout, seed, i.start).sub_(.5).mul_(2) # negative: dropped
+        scores.zero_()
+        band.copy_(p)
+        outs.append(torch.bmm(scores.relu() if dropout else scores, v[:, i.start:i.stop + m]))
+        ps.append(scores)
     out = (_join(outs) / (1 - dropout) if dropout else _join(outs)).view(h, b, t, d).permute(1, 2, 0, 3)
-    share = _join(shares).view(h, b, t)
-    out = o.mul_((share * n**.5)[..., None]).permute(1, 2, 0, 3).add_(out)
-    return out.contiguous(), (q, qw, qu, k, v, r, pk, pv, (lse - share.log()).flatten(1), seed, *ps)
+    share = _join(shares)
+    out = o.unflatten(1, (b, t)).mul_((share.view(h, b, t) * n**.5)[..., None]).permute(1, 2, 0, 3).add_(out)
+    return out.contiguous(), (q, qw, qu, k, v, r, pk, pv, (lse - share.log()).view(h, b*t), seed, *ps)
 
 # %% ../../nbs/engine/00_fused.ipynb #f0ee61b5
 def _backward(persistent, g, out, saved, dropout, s): # s: length of the memory -> gradients of z to pv
@@ -140,8 +136,8 @@ def _backward(persistent, g, out, saved, dropout, s): # s: length of the memory 
         j, kept, beta = slice(i.start, i.stop + m), p.relu() if dropout else p, 0 if one else 1
         if dropout: ds = torch.bmm(gu[:, i], v[:, j].mT).mul_(kept).sub_(p.abs().mul_(D[:, i]))
         else: ds = torch.baddbmm(D[:, i].to(v.dtype), gh[:, i], v[:, j].mT, beta=-1).mul_(p)
-        dkv[0, :, j].baddbmm_(ds.mT, qu[:, i], beta=beta, alpha=scale)
-        dkv[1, :, j].baddbmm_(kept.to(v.dtype).mT, gu[:, i], beta=beta)
+        dkv[0, :, j].baddbmm_(ds.mT, qu[:, i], beta=beta)
+        dkv[1, :, j].baddbmm_(kept.mT, gu[:, i], beta=beta)
         dqs.append(torch.baddbmm(qu[:, i], ds, k[:, j], beta=0, alpha=scale))
         dP[:, i] = _band(ds, m)
     dP, dqu = dP.view(h, b*t, m), _join(dqs).view(h, b*t, d)
