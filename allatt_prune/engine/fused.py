@@ -221,7 +221,7 @@ HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pr
 def _usual(m, kind): # without hooks or a forward of its own
     return type(m) is kind and 'forward' not in vars(m) and not any(vars(m)[x] for x in HOOKS)
 def _as_made(a): # the fast path calls neither hooks nor replaced parts
-    parts = all(_usual(f, nn.Linear) for f in (a.wq, a.wk, a.wv, a.wr, a.wo))
+    parts = all(_usual(f, nn.Linear) for f in (a.wq, a.wk, a.wv, a.wr, a.wo)) and _usual(a.norm, nn.LayerNorm)
     return parts and type(a) is FastAttention and a.attend is fused_attend
 
 class FastAttention(AllAttention):
@@ -234,32 +234,37 @@ class FastAttention(AllAttention):
         fast, c, on = [a for a in layers if a is not None and _as_made(a)], pos.shape[1], pos.device.type
         if not fast: return [pos] * len(layers)
         dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else pos.dtype
-        def own(a): return [a.wo.weight, a.wo.bias, a.pk, a.pv] # not joined, but cast
-        cast, hd = on == 'cuda' or dtype != pos.dtype, [a.w.numel() for a in fast]
-        no_bias, parts, sizes = pos.new_zeros(2 * max(hd)), [], []
-        for a, n in zip(fast, hd):
-            parts += [a.wq.weight, a.wk.weight, a.wv.weight, a.w.detach(), no_bias[:2*n], *own(a) * cast]
-            sizes += [3*n*c, 3*n, *(p.numel() for p in own(a) * cast)]
-        joined = torch.cat([p.flatten() for p in (*parts, *(a.wr.weight for a in fast))]).to(dtype)
-        *joined, wr = joined.split([*sizes, sum(hd) * c])
-        joined, rs = iter(joined), F.linear((pos.flip(0) / fast[0].cfg.d_head**.5).to(dtype), wr.view(-1, c)).split(hd, 1)
-        made = {a: (next(joined).view(-1, c), next(joined), r.unflatten(1, a.u.shape).transpose(0, 1),
-                    *([next(joined).view_as(p) for p in own(a)] if cast else own(a))) for a, r in zip(fast, rs)}
+        hd = [a.w.numel() for a in fast]
+        qkv, wr = (torch.cat([f.weight for f in x]) for x in ([f for a in fast for f in (a.wq, a.wk, a.wv)], [a.wr for a in fast]))
+        # the norm's weight and bias go into those of the product
+        gamma, beta = (torch.cat([getattr(a.norm, x).expand(3*n, c) for a, n in zip(fast, hd)]) for x in ('weight', 'bias'))
+        zeros = pos.new_zeros(2 * max(hd))
+        bias = torch.cat([p for a, n in zip(fast, hd) for p in (a.w.detach().flatten(), zeros[:2*n])]) + (qkv * beta).sum(1)
+        parts = [qkv * gamma, bias, wr, pos.flip(0) / fast[0].cfg.d_head**.5, *(p for a in fast for p in (a.wo.weight, a.wo.bias, a.pk, a.pv))]
+        if on == 'cuda' or dtype != pos.dtype: # in one cast
+            joined = torch.cat([p.flatten() for p in parts]).to(dtype).split([p.numel() for p in parts])
+            parts = [x.view_as(p) for x, p in zip(joined, parts)]
+        qkv, bias, wr, pos_, *own = parts
+        rows = [3*n for n in hd]
+        rs = [r.unflatten(1, a.u.shape).transpose(0, 1) for r, a in zip(F.linear(pos_, wr).split(hd, 1), fast)]
+        made = {a: x for a, *x in zip(fast, qkv.split(rows), bias.split(rows), rs, *(own[i::4] for i in range(4)))}
         return [made.get(a, pos) for a in layers]
 
     def forward(self, x, mem, pos, z=None): # as `AllAttention`; pos: the table, or from `shared`
         if torch.is_tensor(pos): pos, = self.shared([self], pos)
         if torch.is_tensor(pos): return super().forward(x, mem, pos, z)
-        if mem is not None: # -> its k, v
-            mem = F.linear(self.norm(mem).to(pos[0].dtype), pos[0][self.u.numel():]).view(*mem.shape[:2], 2, *self.u.shape)
-        return self.packed(x, mem, pos, z)[0]
+        return self.packed(x, None if mem is None else self.project(mem, *(p[self.u.numel():] for p in pos[:2])), pos, z)[0]
+
+    def project(self, x, weight, bias): # (b t c) -> (b t 3 h d) or (b t 2 h d)
+        x = F.layer_norm(x, x.shape[2:], eps=self.norm.eps).to(weight.dtype)
+        return F.linear(x, weight, bias).unflatten(2, (-1, *self.u.shape))
 
     def packed(self, x, old, pos, z): # old: k, v of the memory (b s 2 h d) -> output, k, v of the segment
-        (qkv, bias, r, wo, bo, pk, pv), (b, t, _), (h, d) = pos, x.shape, self.u.shape
-        own = F.linear(self.norm(x).to(qkv.dtype), qkv, bias).view(b, t, 3, h, d)     # q + w, k, v
+        qkv, bias, r, wo, bo, pk, pv = pos
+        own = self.project(x, qkv, bias)                       # q + w, k, v
         if old is None: old = own[:, :0, 1:]
         if not x.numel(): return x, own[:, :, 1:]
-        m, drop = min(r.shape[1], old.shape[1] + t), min(self.cfg.attn_dropout, MOST) if self.training else 0.
+        m, drop = min(r.shape[1], old.shape[1] + x.shape[1]), min(self.cfg.attn_dropout, MOST) if self.training else 0.
         o = _Attend.apply(own, old, r if m == r.shape[1] else r[:, -m:], self.u, self.w, pk, pv, drop) # (b t h d)
         if z is not None: o, bo = o * z.to(o.dtype)[:, None], bo * z.any()
         return x + F.dropout(F.linear(o.flatten(2), wo, bo), self.cfg.dropout, self.training), own[:, :, 1:]
