@@ -6,7 +6,7 @@
 __all__ = ['TILE', 'BLOCK', 'KERNELS', 'MOST', 'dropout_mask', 'works', 'choose', 'fused_attend', 'FastAttention', 'weights']
 
 # %% ../../nbs/engine/00_fused.ipynb #cbb43541
-import functools, itertools, math, torch, torch.nn.functional as F
+import functools, math, torch, torch.nn.functional as F
 from collections.abc import Iterator
 from torch import nn, Tensor
 from torch.autograd.function import once_differentiable
@@ -28,51 +28,39 @@ def dropout_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
 @dropout_mask.register_fake
 def _(x, dropout, seed, block): return torch.empty_like(x)
 
-def _new_seed(dropout): return torch.randint(2**62, ()) if dropout else torch.tensor(0)
-def _dropped(p, dp, dropout, seed, block): # mask weights and gradients as in the forward pass
-    if not dropout: return dp, p
-    mask = dropout_mask(p, dropout, seed, block)
-    return dp.mul_(mask), mask.mul_(p)
-
 # %% ../../nbs/engine/00_fused.ipynb #e84536fe
-TILE = 256, 512 # queries and keys; on a GPU 16 times as many queries
+TILE = 2**19 # scores of a head in a tile; on a GPU 16 times as many
 
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of 0..n-1
 def _join(parts): return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-def _tiles(q, k): # -> number, (queries, keys)
-    rows, keys = TILE[0] * (16 if q.is_cuda else 1), TILE[1]
-    return enumerate(itertools.product(_blocks(q.shape[1], rows), _blocks(k.shape[1], keys)))
-def _merge(a, b): # outputs and log-sum-exps over two sets of keys
-    lse = torch.logaddexp(a[1], b[1])
-    return sum(x * (y - lse).exp().to(x.dtype)[..., None] for x, y in (a, b)), lse
+def _tiles(q, k): return _blocks(q.shape[1], max(64, TILE * (16 if q.is_cuda else 1) // k.shape[1])) # of queries
 
 # %% ../../nbs/engine/00_fused.ipynb #d2af60a5
 def _rows_forward(q, k, v, dropout, seed): # (h r d), (h n d), (h n d) -> (h r d), log-sum-exp (h r)
-    rows = {}
-    for n, (i, j) in _tiles(q, k):
-        scores = wide(torch.bmm(q[:, i], k[:, j].mT))
+    parts = []
+    for i in _tiles(q, k):
+        scores = wide(torch.bmm(q[:, i], k.mT))
         p = scores.softmax(-1)
         lse = scores.amax(-1) - p.amax(-1).log_()              # the largest weight is exp(largest - lse)
-        if dropout: p.mul_(dropout_mask(p, dropout, seed, -1 - n))
-        part = torch.bmm(p.to(v.dtype), v[:, j]), lse
-        rows[i.start] = _merge(rows[i.start], part) if j.start else part
-    out, lse = (_join(x) for x in zip(*rows.values()))
+        if dropout: p.mul_(dropout_mask(p, dropout, seed, -1 - i.start))
+        parts.append((torch.bmm(p.to(v.dtype), v), lse))
+    out, lse = (_join(x) for x in zip(*parts))
     return out / (1 - dropout), lse
 
 def _rows_backward(g, q, k, v, out, lse, dropout, seed): # out, lse: merged -> gradients of q, k, v
     D, g = (g.to(lse.dtype) * out).sum(-1, keepdim=True), g / (1 - dropout)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for n, (i, j) in _tiles(q, k):
-        p = wide(torch.bmm(q[:, i], k[:, j].mT)).sub_(lse[:, i, None]).mul_(1 / math.log(2)).exp2_()
-        dp, kept = wide(torch.bmm(g[:, i], v[:, j].mT)), p
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for i in _tiles(q, k):
+        p = wide(torch.bmm(q[:, i], k.mT)).sub_(lse[:, i, None]).mul_(1 / math.log(2)).exp2_()
+        dp, kept = wide(torch.bmm(g[:, i], v.mT)), p
         if dropout:
-            mask = dropout_mask(p, dropout, seed, -1 - n)
+            mask = dropout_mask(p, dropout, seed, -1 - i.start)
             dp, kept = dp.mul_(mask), mask.mul_(p)
-        dv[:, j].baddbmm_(kept.to(g.dtype).mT, g[:, i])
+        dv.baddbmm_(kept.to(g.dtype).mT, g[:, i])
         ds = dp.sub_(D[:, i]).mul_(p).to(q.dtype)
-        dq[:, i].baddbmm_(ds, k[:, j])
-        dk[:, j].baddbmm_(ds.mT, q[:, i])
-    return dq, dk, dv
+        dq.append(torch.bmm(ds, k))
+        dk.baddbmm_(ds.mT, q[:, i])
+    return _join(dq), dk, dv
 
 # %% ../../nbs/engine/00_fused.ipynb #27a6d994
 def _cpu_forward(q, k, v, *_):
