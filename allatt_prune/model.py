@@ -36,6 +36,10 @@ class AllAttention(nn.Module):
     def shared(layers: list, pos: Tensor) -> list: # attention sub-layers; position table
         "List `pos` of each layer. A faster version prepares all layers here."
         return [pos] * len(layers)
+    @staticmethod
+    def reader(model, z=None): # `LM`; head multipliers (l h) -> function of ids, targets, memory
+        "Read as the model does. A faster version may keep a memory of another kind."
+        return lambda ids, targets=None, mems=None: model(ids, targets, mems, z)
 
     def forward(self,
         x: Tensor, # input (b t c)

@@ -31,9 +31,6 @@ def in_turns(
     return [Timing(list(ms)) for ms in zip(*rounds)]
 
 # %% ../nbs/method/07_timing.ipynb #fe37bedc
-def _memory(model, ids, z=None): # memory after reading ids
-    return model.forward(ids, z=z)[1] if model.cfg.mem_len else None
-
 @torch.inference_mode()
 def segment_job(
     model: LM, ids: Tensor, # (b mem_len+t) or longer: the last t are timed, the rest fill the memory
@@ -43,9 +40,10 @@ def segment_job(
     "Make a job that reads one segment, in evaluation mode, and returns logits or the loss of targets."
     t, ids = model.cfg.seg_len, ids.to(model.pos.device)
     if targets is not None: targets = targets.to(ids.device)
-    mems = _memory(model.eval(), ids[:, :-t], z)
+    read = model.attention.reader(model.eval(), z)
+    mems = read(ids[:, :-t])[1] if model.cfg.mem_len else None
     # a decorator, because the job runs after this function has returned
-    return torch.inference_mode()(lambda: model(ids[:, -t:], targets, mems, z)[0])
+    return torch.inference_mode()(lambda: read(ids[:, -t:], targets, mems)[0])
 
 # %% ../nbs/method/07_timing.ipynb #eabb4ef0
 def train_job(
@@ -54,7 +52,7 @@ def train_job(
 ) -> Callable[[], Tensor]:
     "Make a job that does a forward and a backward pass of one segment, in training mode."
     ids, t = ids.to(model.pos.device), model.cfg.seg_len
-    with torch.no_grad(): mems = _memory(model, ids[:, :-t-1])
+    with torch.no_grad(): mems = model.forward(ids[:, :-t-1])[1] if model.cfg.mem_len else None
     def job():
         model.train().zero_grad()
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):

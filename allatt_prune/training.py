@@ -241,9 +241,10 @@ def evaluate(
     step = max(512, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
     total, mems, device = 0., None, model.pos.device
     with evaluating(model), shown(progress):
+        read = model.attention.reader(model, z)
         for i in bar(range(0, x.shape[1], step), 'evaluation'):
             part, targets = x[:, i:i+step], y[:, i:i+step]
-            loss, mems = model(part.to(device), targets.to(device), mems, z)
+            loss, mems = read(part.to(device), targets.to(device), mems)
             if m := int((targets != -100).sum()): total += loss.item() * m # not all devices have float64
             if after: after(targets.numel())
     return Score(total / n)

@@ -12,6 +12,7 @@ from allatt_prune.importance import METHODS, score
 from allatt_prune.model import LMConfig
 from allatt_prune.remove import remove_heads
 from allatt_prune.training import evaluate
+from test_fused import fused_attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -45,7 +46,7 @@ def test_attention_is_the_oracles(monkeypatch, kernel, dtype, size):
     if kernel != 'chosen': monkeypatch.setattr(fused, 'choose', lambda z, dropout: kernel)
     visible = slice(max(0, SIZES[size][2] - SIZES[size][3]), None)                       # the oracle gives queries without keys NaN
     def plain(q, *more): return attention.attend(q[:, :, visible], *more)
-    def ours(q, *more): return fused.fused_attend(q, *more)[:, :, visible]
+    def ours(q, *more): return fused_attend(q, *more)[:, :, visible]
     assert error(results(ours, [y.cuda() for y in x]), results(plain, [y.double() for y in x])) < LIMITS[dtype]
 
 @pytest.mark.parametrize('dtype', LIMITS)
@@ -55,7 +56,7 @@ def test_dropout(dtype):
     q, k, v, r, u, w, pk, pv = (x.cuda() for x in inputs(b, h, t, t, t, n, d, dtype))
     def attend(v, pv, seed=1):
         torch.manual_seed(seed)
-        return fused.fused_attend(q * 0, k, v, r, u * 0, w * 0, pk, pv, dropout=.2)
+        return fused_attend(q * 0, k, v, r, u * 0, w * 0, pk, pv, dropout=.2)
     assert torch.equal(attend(v, pv), attend(v, pv)) and not torch.equal(attend(v, pv), attend(v, pv, 2))
     for which in ('context', 'persistent'):
         eye = torch.zeros(h, n if which == 'persistent' else t, d)
@@ -83,7 +84,7 @@ def test_dropout_of_queries_and_keys_is_replayed():
     x = [y.cuda().requires_grad_() for y in inputs(2, 2, 5, 7, 4, 6, 4)]
     def same_mask(*x):
         torch.manual_seed(3)
-        return fused.fused_attend(*x, dropout=.4)
+        return fused_attend(*x, dropout=.4)
     assert torch.autograd.gradcheck(same_mask, x, nondet_tol=1e-10)
 
 CFG = dict(vocab=40, n_layer=3, d_model=128, n_head=4, n_persistent=64, seg_len=64, mem_len=64)

@@ -8,7 +8,6 @@ from allatt_prune.config import Recipe
 from allatt_prune.data import DataError
 from allatt_prune.engine.text import from_text
 from allatt_prune.distill import Distill
-from allatt_prune.engine import fused
 from allatt_prune.engine.checkpoint import build, shipped
 from allatt_prune.engine.run import stored_recipe, way
 from allatt_prune.importance import exact, keep_mask, score
@@ -169,8 +168,7 @@ REFUSED = dict(
     closed=lambda: keep_mask(torch.tensor([[1., 2, -math.inf, -math.inf]]), .25), share=lambda: keep_mask(torch.rand(2, 4), -.5),
     multiplier=lambda: remove_heads(make(), torch.ones(2, 2), torch.full((2, 2), float('nan'))),
     part=lambda: (lambda m: (m.layers.train(), m.generate(torch.tensor([[1]]), 3)))(make().eval()),
-    costs=lambda: keep_mask(torch.tensor([[1., -math.inf]]), .25, costs=torch.tensor([1., 2])), persistent=lambda: fused.fused_attend(
-        *(torch.rand(1, 2, 3, 4) for _ in range(3)), torch.rand(2, 3, 4), torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 5, 4), torch.rand(2, 6, 4)))
+    costs=lambda: keep_mask(torch.tensor([[1., -math.inf]]), .25, costs=torch.tensor([1., 2])))
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused(name):

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..attention import attend
 from ..data import DataError
-from .fused import FastAttention, fused_attend
+from .fused import FastAttention
 from .text import normalize, symbol_ids
 from ..model import AllAttention, LM, wide
 from ..remove import remove_heads
@@ -26,7 +26,7 @@ class Writer:
         self.at, self.slots = torch.tensor([t], device=dev), torch.arange(m, device=dev)
         for layer in model.layers:
             if (a := layer.attn) is None: self.parts.append(None)
-            elif type(a) not in (AllAttention, FastAttention) or a.attend not in (attend, fused_attend):
+            elif type(a) not in (AllAttention, FastAttention) or a.attend is not attend:
                 raise ValueError('model: its attention has a forward of its own, which rings pass by')
             else:
                 y, ring = a.norm(x[:, -m:]), x.new_zeros(2, b, a.h, m, model.cfg.d_head)
