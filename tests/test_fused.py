@@ -256,6 +256,8 @@ def compile_for_sm_90(): # registers that ptxas spills to memory: none, in bytes
         source = ASTSource(f, signature, {(f.arg_names.index(n),): x for n, x in constants.items()}, {(i,): [['tt.divisibility', 16]] for i in aligned})
         code = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=4, num_stages=stages)).asm['ptx']
         assert 'wgmma' in code and 'cp.async' in code or stages == 1                     # loads ahead of products
+        scores = fused.cuda.SIZE**2 // 128 if how.get('CONTEXT', True) else 0            # a tile of position scores, its rows shifted: two bytes at a time
+        assert len(re.findall(r'ld\.global[.\w]*\.b16', code)) == scores                 # everything else in vectors
         with tempfile.NamedTemporaryFile('w', suffix='.ptx') as file:
             file.write(code); file.flush()
             ptxas = max(Path(triton.__file__).parent.rglob('ptxas*'))                       # the newest
