@@ -30,7 +30,7 @@ def dropout_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
 def _(x, dropout, seed, block): return torch.empty_like(x)
 
 # %% ../../nbs/engine/00_fused.ipynb #e84536fe
-TILE = 2**19 # scores of a head in a tile; on a GPU 16 times as many
+TILE = 2**17 # scores of a head in a tile; on a GPU 16 times as many
 
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of 0..n-1
 def _join(parts): return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
