@@ -147,7 +147,7 @@ def _tiles(n): return -(-n // SIZE)
 def _launch(kernel, grid, x, more, dropout, **how): # x: z, zm, position scores, u, w, pk, pv
     (b, t, _, h, d), s, m, n = x[0].shape, x[1].shape[1], x[2].shape[2], x[5].shape[1]
     kernel[grid](*x, *more, t, s, m, n, h, b, *x[1].stride()[:2], n**.5, D=d, SCALE=d**-.5,
-                 DROP=int(dropout * 2**31), SIZE=SIZE, num_warps=4, **how)
+                 DROP=int(dropout * 2**31), SIZE=SIZE, **dict(num_warps=4) | how)
 
 def forward(z, zm, r, u, w, pk, pv, dropout): # as in 00_fused -> output (b t h d), what `backward` needs
     "Attend. Half precision, and d a power of 2 from 16."
