@@ -143,7 +143,7 @@ def test_train_gates(kind):
     for said, ask in (('not classes named labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
                       ('not classes named labels', lambda: hf.HFHeads(made('bert', num_labels=1), [dict(BATCH, labels=torch.zeros(3).long())])),
                       ('no label counts', lambda: open_units(none, .5)),
-                      ('not in all batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
+                      ('labels: only in some', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('ignores the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
                       ('all rows of the batch', lambda: open_units(batches, .5, loss=lambda model, x: model(x['input_ids'][:1]).logits.sum())),
                       ('not one number per head', lambda: hf.remove_heads(model, half, units='both')),
@@ -191,7 +191,7 @@ def test_wrong_numbers_are_refused():
                       ('give a loss', lambda: score(bert, plain | dict(start_positions=IDS[:, 0]), 'taylor')),
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
         with pytest.raises(ValueError, match=said): ask()
-    for said, ask in (('batches: none', lambda: score(bert.train(), [], 'output_difference')),
+    for said, ask in (('batches: empty', lambda: score(bert.train(), [], 'output_difference')),
                       ('sparsity=0: give a share', lambda: hf.train_gates(bert, [x], 0)), ('sparsity=None', lambda: hf.train_gates(bert, [x], None)),
                       ('model=t5: no row; describe it', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
         with pytest.raises(ValueError, match=said): ask()
