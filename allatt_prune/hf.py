@@ -267,7 +267,7 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     heads.watch(z, hook, heads.parts())
     return torch.stack([torch.cat(x).mean() for x in found])[:, None]
 
-# %% ../nbs/beyond/06_hf.ipynb #a1b2c305
+# %% ../nbs/beyond/06_hf.ipynb #a1b2c320
 def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     data = heads.read()[:16] if held_out is None else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
     name = 'own loss' if heads.loss else 'relative squared distance' if 'whole' in data[0] else 'nats per label'
@@ -289,8 +289,13 @@ def _speed(models, x): # batch -> text
 def _note(model, *said): # add lines to its report
     model.config.report = '\n'.join([getattr(model.config, 'report', ''), *said]).strip()
 
+# %% ../nbs/beyond/06_hf.ipynb #a1b2c305
+def _inside(model): # the model of a SentenceTransformer
+    found = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return found[0] if found and isinstance(model, torch.nn.Sequential) else model
+
 def prune(
-    model, batches, # not changed; all of them are read, twice
+    model, batches, # or a SentenceTransformer; not changed; all of them are read, twice
     share: float, # of all parameters of the model, embeddings included
     units: str = 'neurons', # or heads, or layers
     *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
@@ -298,7 +303,8 @@ def prune(
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons that matter least, and refit the others; or remove layers."
     if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
-    heads, layered = HFHeads(model, batches, units, 1, loss), units == 'layers'
+    whole, layered = _inside(model), units == 'layers'
+    heads = HFHeads(whole, batches, units, 1, loss)
     cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum()) # of a unit, on average
     total = heads.model.num_parameters()
     n = share * total / cost                                   # units to remove
@@ -313,11 +319,12 @@ def prune(
         if keep.sum() == left: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)
         text, lost = _judge(heads, held_out)
-        _note(small, f'{left - keep.sum():,} of {left:,} {unit_name(model.config, units)} removed: '
+        _note(small, f'{left - keep.sum():,} of {left:,} {unit_name(heads.model.config, units)} removed: '
                      f'{total:,} -> {small.num_parameters():,} parameters',
               text(lost(heads.model), lost(small)), _speed([heads.model, small], heads.batches[0]))
-    return small
+    return copy.deepcopy(model, {id(whole): small})            # the other modules stay
 
+# %% ../nbs/beyond/06_hf.ipynb #a1b2c322
 def heal(
     small, whole, # pruned model, trained in place; the model before
     batches, steps: int, # as for `train_gates`
@@ -325,22 +332,23 @@ def heal(
     held_out=None # as for `prune`
 ): # the small model
     "Train a pruned model on the predictions of the whole one."
-    if small.dtype.itemsize < 4: raise ValueError(f'small={small.dtype}: too coarse; give float32')
+    net, whole = _inside(small), _inside(whole)
+    if net.dtype.itemsize < 4: raise ValueError(f'small={net.dtype}: too coarse; give float32')
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
     heads = HFHeads(whole, batches, 'layers', most=steps)
     data, (text, lost) = heads.read(), _judge(heads, held_out)
-    optimizer = torch.optim.AdamW(small.parameters(), lr, weight_decay=0.)
-    with evaluating(small), shown(progress), bar(range(steps), 'heal') as turns:
-        before = lost(small)
+    optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=0.)
+    with evaluating(net), shown(progress), bar(range(steps), 'heal') as turns:
+        before = lost(net)
         for step in turns:
             optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
-            loss, n = _divergences(small, whole, data[step % len(data)])
+            loss, n = _divergences(net, whole, data[step % len(data)])
             loss = loss.sum() / n.sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             turns.set_postfix_str(f'loss {loss.item():.3f}', refresh=False)
-        _note(small, f'healed for {steps} steps: {text(before, lost(small))}')
+        _note(net, f'healed for {steps} steps: {text(before, lost(net))}')
     return small
 
 def _divergences(small, whole, x): # batch -> of each prediction, 0 at padding; 1 where it counts
