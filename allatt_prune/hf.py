@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-import numpy as np, torch, torch.nn.functional as F, transformers
+import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from tqdm import tqdm, trange
 from .hf_heads import (check, check_once, ends, masked, outputs, plain, remove_heads, shape,
                                    units_left)
-from .hf_models import (KINDS, PRUNED, add_architecture, layers, unit_name, unit_rows,
-                                    units_of, weight_rows)
-from .importance import ADAPTERS, gradients, keep_mask, replaced, score, seeded
+from .hf_models import KINDS, PRUNED, add_architecture, layers, unit_name, unit_rows, units_of, weight_rows
+from .importance import ADAPTERS, gradients, keep_mask, score, seeded
 from .model import wide
 from .progress import bar, shown
 from .repair import least_squares
@@ -95,7 +94,7 @@ def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
 def _parameters(units): # (n p), all parameters of each unit that is left
     if units.kind == 'layers': return torch.cat([p.flatten() for p in units.layer.parameters()])[None]
     (*inputs, out), n = units.modules, len(units.left)
-    rows = [p[torch.cat(unit_rows(units, f), 1)].flatten(1) for f in inputs
+    rows = [p[torch.cat(own, 1)].flatten(1) for f in inputs if (own := unit_rows(units, f))
             for p in (weight_rows(f), getattr(f, 'bias', None)) if p is not None]
     return torch.cat([*rows, rearrange(weight_rows(out), 'c (n d) -> n (d c)', n=n)], 1)
 
@@ -105,7 +104,7 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
-    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # as for `train_gates`
+    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # number of batches
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
         self.units_left = units_left(self.model, units, self.shape[1]) # (l n)
@@ -130,34 +129,7 @@ class HFHeads:
             yield *self.measured(x, own.repeat_interleave(self.count(x) // own.shape[1], 1)), own
     @torch.no_grad()
     def mean_loss(self, z=None): # over labels, in evaluation mode
-        with evaluating(self.model): return _mean(self.losses(z))
-    def below(self, x, z): # batch -> layer: what returns its output; {} if that would change a loss
-        if self.loss: return {}                                # it may call the model as it likes
-        ran, stack = [], [*layers(self.model)]
-        def run(f, forward, *args, **how):
-            ran.append((f, forward(*args, **how)))
-            return copy.deepcopy(ran[-1][1])                   # hooks may change it in place
-        with replaced('forward', {f: partial(run, f, f.forward) for f in stack}):
-            loss, _ = self.measured(x, z)
-        if [f for f, _ in ran] != stack: return {}             # some run again, or in another order
-        last = max(self.units_left.any(1).nonzero(), default=0) # a mask must meet units
-        below = {f: partial(lambda out, *args, **how: copy.deepcopy(out), out) for f, out in ran[:last]}
-        try:
-            with replaced('forward', below): again, _ = self.measured(x, z)
-        except Exception: return {}                            # layers that share more than outputs
-        return below if torch.equal(again, loss) else {}
-    @torch.no_grad()
-    def without_each(self, z): # -> (l n) mean losses; layers below a unit run once per batch
-        data, found = self.read(), {}
-        order = [*np.ndindex(len(data), *z.shape)][::-1]       # from the top: fewer and fewer are kept
-        with evaluating(self.model):
-            for k, i, j in bar(order, 'leave_one_out'):
-                if (i + 1, j + 1) == z.shape: below = self.below(data[k], z)
-                below, less = dict(islice(below.items(), i)), z.clone()
-                less[i, j] = 0
-                with replaced('forward', below):
-                    found.setdefault((i, j), []).append(self.measured(data[k], less))
-        return torch.tensor([_mean(found[at]) for at in np.ndindex(*z.shape)]).view(z.shape)
+        with evaluating(self.model), shown(False): return _mean(self.losses(z))
     def rows(self, model=None): # units of each layer; with `both`, two rows for a layer
         return units_of(model or self.model, self.units, self.shape[1])
     def stays(self, keep): return [keep[x.i, x.left] for x in self.rows()]
@@ -269,22 +241,22 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c320
 def _judge(heads, held_out): # -> text, of two losses; loss, of a model
-    data = heads.read()[:16] if held_out is None else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
-    name = 'own loss' if heads.loss else 'relative squared distance' if 'whole' in data[0] else 'nats per label'
+    own = held_out is None
+    data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
+    name = 'relative squared distance' if 'whole' in data[0] else 'nats per label'
+    if heads.loss: name = 'own loss'
     @torch.no_grad()
     def lost(model):
         with evaluating(model): return _mean(heads.lost(model, x) for x in bar(data, 'loss'))
-    on = 'batches it has read' if held_out is None else 'held-out batches'
+    on = 'batches it has read' if own else 'held-out batches'
     return lambda a, b: f'{name} {a:.4g} -> {b:.4g} ({on}: {len(data)})', lost
 
 @torch.no_grad()
-def _speed(models, x): # batch -> text
-    text = 'input_ids' in x
-    n = x['attention_mask'].sum() if text else len(next(iter(x.values())))
-    with ExitStack() as modes:
-        for m in models: modes.enter_context(evaluating(m))
-        times = in_turns([partial(outputs, m, x) for m in models], repeats=3, warmup=1)
-    return ' -> '.join(f'{t.median / n:.3g}' for t in times) + f' ms per {"token" if text else "example"}'
+def _speed(a, b, x): # two models, batch -> text
+    n, unit = (x['attention_mask'].sum(), 'token') if 'input_ids' in x else (1, 'batch')
+    with evaluating(a), evaluating(b):
+        times = in_turns([partial(outputs, m, x) for m in (a, b)], repeats=3, warmup=1)
+    return ' -> '.join(f'{t.median / n:.3g}' for t in times) + f' ms per {unit}'
 
 def _note(model, *said): # add lines to its report
     model.config.report = '\n'.join([getattr(model.config, 'report', ''), *said]).strip()
@@ -305,9 +277,10 @@ def prune(
     if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
     whole, layered = _inside(model), units == 'layers'
     heads = HFHeads(whole, batches, units, 1, loss)
-    cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum()) # of a unit, on average
-    total = heads.model.num_parameters()
-    n = share * total / cost                                   # units to remove
+    text, lost = _judge(heads, held_out)
+    cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
+    total, name = heads.model.num_parameters(), unit_name(heads.model.config, units)
+    n = share * total / cost                                   # units to remove, of average size
     multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
     if not 0 < n <= left - multiple:
         most = math.floor(100 * (left - multiple) * cost / total) / 100
@@ -316,12 +289,11 @@ def prune(
     with shown(progress):
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
-        if keep.sum() == left: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
+        gone = left - int(keep.sum())
+        if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)
-        text, lost = _judge(heads, held_out)
-        _note(small, f'{left - keep.sum():,} of {left:,} {unit_name(heads.model.config, units)} removed: '
-                     f'{total:,} -> {small.num_parameters():,} parameters',
-              text(lost(heads.model), lost(small)), _speed([heads.model, small], heads.batches[0]))
+        _note(small, f'{gone:,} of {left:,} {name} removed: {total:,} -> {small.num_parameters():,} parameters',
+              text(lost(heads.model), lost(small)), _speed(heads.model, small, heads.batches[0]))
     return copy.deepcopy(model, {id(whole): small})            # the other modules stay
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c322
