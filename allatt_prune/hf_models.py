@@ -258,7 +258,6 @@ Units left in each layer: {left}.
 
 Open it with `{auto}.from_pretrained(..., trust_remote_code=True)`, or `import allatt_prune.hf` first.
 
-{report}
 {about}
 """
 
@@ -314,8 +313,8 @@ class Pruned:
         left = '; '.join(f'{[len(listed(x)) for x in kept]} of {n[kind]} {unit_name(cfg, kind)}'
                          for kind in n if (kept := getattr(cfg, f'kept_{kind}')))
         link = '' if Path(source).exists() else f'base_model: {source}\n' # a folder, or no name
-        return _CARD.format(name=Path(source).name or name, left=left, link=link, auto=auto, about=about,
-                            report=''.join(f'- {line}\n' for line in cfg.report.splitlines()))
+        about = '\n'.join([*(f'- {line}' for line in cfg.report.splitlines()), '', about]).strip()
+        return _CARD.format(name=Path(source).name or name, left=left, link=link, auto=auto, about=about)
 
 # %% ../nbs/beyond/04_hf_models.ipynb #12a117f4
 @cache
