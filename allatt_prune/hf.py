@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-import numpy as np, torch, torch.nn.functional as F, transformers
+import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
 from tqdm import tqdm, trange
 from .hf_heads import (check, check_once, ends, masked, outputs, plain, remove_heads, shape,
                                    units_left)
-from .hf_models import (KINDS, PRUNED, add_architecture, layers, unit_rows, units_of,
-                                    weight_rows)
-from .importance import ADAPTERS, gradients, keep_mask, replaced, score, seeded
+from .hf_models import KINDS, PRUNED, add_architecture, layers, unit_name, unit_rows, units_of, weight_rows
+from .importance import ADAPTERS, gradients, keep_mask, score, seeded
 from .model import wide
 from .progress import bar, shown
 from .repair import least_squares
 from .targets import Target, TargetGates
+from .timing import in_turns
 from .training import evaluating
 
 # %% ../nbs/beyond/06_hf.ipynb #61b7c1dd
@@ -59,12 +59,18 @@ def _positions(model, mask): # (b t) -> positions, from 0 or the model's own fir
 def complete(model, x: Mapping, loss: Callable|None = None) -> dict: # batch; loss as for `train_gates`
     "Copy of a batch with mask, positions and labels, or else the whole model's outputs."
     takes, main = inspect.signature(type(model).forward).parameters, model.main_input_name
-    if main not in x: raise ValueError(f'batches: give dicts of tensors, with {main}')
+    if not isinstance(x, Mapping) or main not in x:
+        raise ValueError(f'batches={type(x).__name__}: give dicts of tensors, with {main}')
     for name, v in x.items():                                  # others are for a loss of your own
         if name in takes and not torch.is_tensor(v):
             raise ValueError(f'{name}={type(v).__name__}: give a tensor')
+    if x[main].dim() < 2 or not x[main].numel():
+        raise ValueError(f'{main}={[*x[main].shape]}: not rows of one length; give (examples, ...)')
     x = {name: v.to(model.device) if torch.is_tensor(v) else v for name, v in x.items()}
     if main == 'input_ids':
+        ids, n = x[main], len(model.get_input_embeddings().weight)
+        if ids.is_floating_point() or ids.min() < 0 or ids.max() >= n:
+            raise ValueError(f'{main}: not tokens of {n}; use the tokenizer of the model')
         x = dict(attention_mask=torch.ones_like(x[main])) | x
         mask = x['attention_mask'].long()
         if 'position_ids' in takes and (mask.diff() > 0).any(): # padding on the left
@@ -88,7 +94,7 @@ def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
 def _parameters(units): # (n p), all parameters of each unit that is left
     if units.kind == 'layers': return torch.cat([p.flatten() for p in units.layer.parameters()])[None]
     (*inputs, out), n = units.modules, len(units.left)
-    rows = [p[torch.cat(unit_rows(units, f), 1)].flatten(1) for f in inputs
+    rows = [p[torch.cat(own, 1)].flatten(1) for f in inputs if (own := unit_rows(units, f))
             for p in (weight_rows(f), getattr(f, 'bias', None)) if p is not None]
     return torch.cat([*rows, rearrange(weight_rows(out), 'c (n d) -> n (d c)', n=n)], 1)
 
@@ -98,22 +104,24 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
-    def __init__(self, model, batches, units='heads', group=64, loss=None): # as for `train_gates`
+    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # number of batches
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
         self.units_left = units_left(self.model, units, self.shape[1]) # (l n)
-        batches = [batches] if isinstance(batches, Mapping) else list(batches or ())
-        if len({'labels' in x for x in batches}) > 1: raise ValueError('labels: not in all batches')
+        batches = [batches] if isinstance(batches, Mapping) else () if batches is None else batches
+        batches = [*islice(batches, most)]                     # at most so many
+        if len({isinstance(x, Mapping) and 'labels' in x for x in batches}) > 1:
+            raise ValueError('labels: only in some batches; give them in all or none')
         self.batches = [complete(self.model, x, loss) for x in batches]
     def read(self):
-        if not self.batches: raise ValueError(f'batches: none; give dicts of {self.main} and labels')
-        return self.batches
+        if self.batches: return self.batches
+        raise ValueError(f'batches: empty, or a generator read before; give dicts with {self.main}')
     def count(self, x): # rows of a batch; choices count as rows
         return x[self.main].shape[:-1].numel() if self.main == 'input_ids' else len(x[self.main])
     def measured(self, x, z): # batch, masked by z (l n) or (l b n) -> losses, label counts
-        with masked(self.model, z, self.units):
-            if self.loss: return self.loss(self.model, x).reshape(1), torch.ones(1)
-            return _losses(self.model, x)
+        with masked(self.model, z, self.units): return self.lost(self.model, x)
+    def lost(self, model, x): # of this or another model, a batch of this one
+        return (self.loss(model, x).reshape(1), torch.ones(1)) if self.loss else _losses(model, x)
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
         for x in bar(self.read(), 'batches'):
@@ -121,34 +129,7 @@ class HFHeads:
             yield *self.measured(x, own.repeat_interleave(self.count(x) // own.shape[1], 1)), own
     @torch.no_grad()
     def mean_loss(self, z=None): # over labels, in evaluation mode
-        with evaluating(self.model): return _mean(self.losses(z))
-    def below(self, x, z): # batch -> layer: what returns its output; {} if that would change a loss
-        if self.loss: return {}                                # it may call the model as it likes
-        ran, stack = [], [*layers(self.model)]
-        def run(f, forward, *args, **how):
-            ran.append((f, forward(*args, **how)))
-            return copy.deepcopy(ran[-1][1])                   # hooks may change it in place
-        with replaced('forward', {f: partial(run, f, f.forward) for f in stack}):
-            loss, _ = self.measured(x, z)
-        if [f for f, _ in ran] != stack: return {}             # some run again, or in another order
-        last = max(self.units_left.any(1).nonzero(), default=0) # a mask must meet units
-        below = {f: partial(lambda out, *args, **how: copy.deepcopy(out), out) for f, out in ran[:last]}
-        try:
-            with replaced('forward', below): again, _ = self.measured(x, z)
-        except Exception: return {}                            # layers that share more than outputs
-        return below if torch.equal(again, loss) else {}
-    @torch.no_grad()
-    def without_each(self, z): # -> (l n) mean losses; layers below a unit run once per batch
-        data, found = self.read(), {}
-        order = [*np.ndindex(len(data), *z.shape)][::-1]       # from the top: fewer and fewer are kept
-        with evaluating(self.model):
-            for k, i, j in bar(order, 'leave_one_out'):
-                if (i + 1, j + 1) == z.shape: below = self.below(data[k], z)
-                below, less = dict(islice(below.items(), i)), z.clone()
-                less[i, j] = 0
-                with replaced('forward', below):
-                    found.setdefault((i, j), []).append(self.measured(data[k], less))
-        return torch.tensor([_mean(found[at]) for at in np.ndindex(*z.shape)]).view(z.shape)
+        with evaluating(self.model), shown(False): return _mean(self.losses(z))
     def rows(self, model=None): # units of each layer; with `both`, two rows for a layer
         return units_of(model or self.model, self.units, self.shape[1])
     def stays(self, keep): return [keep[x.i, x.left] for x in self.rows()]
@@ -211,8 +192,7 @@ def train_gates(
     "Train gates that choose the units to remove. The weights do not change."
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
     if sparsity is None or not 0 < sparsity < 1: raise ValueError(f'sparsity={sparsity}: give a share between 0 and 1')
-    if not isinstance(batches, Mapping): batches = islice(batches or (), steps)
-    heads = HFHeads(model, batches, units, group, loss)
+    heads = HFHeads(model, batches, units, group, loss, steps)
     data, device, keep = heads.read(), heads.model.device, heads.units_left
     check_once(heads.model, KINDS[units], data[0])
     costs = heads.costs()
@@ -259,47 +239,88 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     heads.watch(z, hook, heads.parts())
     return torch.stack([torch.cat(x).mean() for x in found])[:, None]
 
+# %% ../nbs/beyond/06_hf.ipynb #a1b2c320
+def _judge(heads, held_out): # -> text, of two losses; loss, of a model
+    own = held_out is None
+    data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
+    name = 'relative squared distance' if 'whole' in data[0] else 'nats per label'
+    if heads.loss: name = 'own loss'
+    @torch.no_grad()
+    def lost(model):
+        with evaluating(model): return _mean(heads.lost(model, x) for x in bar(data, 'loss'))
+    on = 'batches it has read' if own else 'held-out batches'
+    return lambda a, b: f'{name} {a:.4g} -> {b:.4g} ({on}: {len(data)})', lost
+
+@torch.no_grad()
+def _speed(a, b, x): # two models, batch -> text
+    n, unit = (x['attention_mask'].sum(), 'token') if 'input_ids' in x else (1, 'batch')
+    with evaluating(a), evaluating(b):
+        times = in_turns([partial(outputs, m, x) for m in (a, b)], repeats=3, warmup=1)
+    return ' -> '.join(f'{t.median / n:.3g}' for t in times) + f' ms per {unit}'
+
+def _note(model, *said): # add lines to its report
+    model.config.report = '\n'.join([getattr(model.config, 'report', ''), *said]).strip()
+
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c305
+def _inside(model): # the model of a SentenceTransformer
+    found = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return found[0] if found and isinstance(model, torch.nn.Sequential) else model
+
 def prune(
-    model, batches, # not changed; all of them are read, twice
+    model, batches, # or a SentenceTransformer; not changed; all of them are read, twice
     share: float, # of all parameters of the model, embeddings included
     units: str = 'neurons', # or heads, or layers
-    *, loss: Callable|None = None, progress: bool = True # as for `train_gates`
-): # the pruned model
+    *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
+    held_out=None # batches for the loss in the report; None: up to 16 of those above
+): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons that matter least, and refit the others; or remove layers."
     if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
-    heads, layered = HFHeads(model, batches, units, 1, loss), units == 'layers'
-    cost, left = float(heads.costs()[heads.units_left].mean()), heads.units_left.sum() # of a unit, on average
-    total = heads.model.num_parameters()
-    n = share * total / cost                                   # units to remove
-    if not 0 < n < left:
-        raise ValueError(f'share={share}: give less than {left * cost / total:.2f}, and more than 0; {units} hold no more')
+    whole, layered = _inside(model), units == 'layers'
+    heads = HFHeads(whole, batches, units, 1, loss)
+    text, lost = _judge(heads, held_out)
+    cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
+    total, name = heads.model.num_parameters(), unit_name(heads.model.config, units)
+    n = share * total / cost                                   # units to remove, of average size
+    multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
+    if not 0 < n <= left - multiple:
+        most = math.floor(100 * (left - multiple) * cost / total) / 100
+        raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
     method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
-        multiple = math.gcd(16, heads.shape[1]) if units == 'neurons' else 1
-        sparsity = 1 - float(left - n) / heads.units_left.numel() # with those removed before
+        sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
-        if keep.sum() == left: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
-        return heads.remove(keep) if layered else least_squares(heads, keep, None)
+        gone = left - int(keep.sum())
+        if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
+        small = heads.remove(keep) if layered else least_squares(heads, keep, None)
+        _note(small, f'{gone:,} of {left:,} {name} removed: {total:,} -> {small.num_parameters():,} parameters',
+              text(lost(heads.model), lost(small)), _speed(heads.model, small, heads.batches[0]))
+    return copy.deepcopy(model, {id(whole): small})            # the other modules stay
 
+# %% ../nbs/beyond/06_hf.ipynb #a1b2c322
 def heal(
     small, whole, # pruned model, trained in place; the model before
     batches, steps: int, # as for `train_gates`
-    *, lr: float = 1e-4, progress: bool = True # learning rate, falls to 0; show a bar
+    *, lr: float = 1e-4, progress: bool = True, # learning rate, falls to 0; show a bar
+    held_out=None # as for `prune`
 ): # the small model
     "Train a pruned model on the predictions of the whole one."
-    if small.dtype.itemsize < 4: raise ValueError(f'small={small.dtype}: too coarse; give float32')
-    data = HFHeads(whole, batches if isinstance(batches, Mapping) else islice(batches, steps)).read()
-    optimizer = torch.optim.AdamW(small.parameters(), lr, weight_decay=0.)
-    with evaluating(small), shown(progress), bar(range(steps), 'heal') as turns:
+    net, whole = _inside(small), _inside(whole)
+    if net.dtype.itemsize < 4: raise ValueError(f'small={net.dtype}: too coarse; give float32')
+    if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
+    heads = HFHeads(whole, batches, 'layers', most=steps)
+    data, (text, lost) = heads.read(), _judge(heads, held_out)
+    optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=0.)
+    with evaluating(net), shown(progress), bar(range(steps), 'heal') as turns:
+        before = lost(net)
         for step in turns:
             optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
-            loss, n = _divergences(small, whole, data[step % len(data)])
+            loss, n = _divergences(net, whole, data[step % len(data)])
             loss = loss.sum() / n.sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             turns.set_postfix_str(f'loss {loss.item():.3f}', refresh=False)
+        _note(net, f'healed for {steps} steps: {text(before, lost(net))}')
     return small
 
 def _divergences(small, whole, x): # batch -> of each prediction, 0 at padding; 1 where it counts

@@ -232,7 +232,7 @@ def check(
             _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
-_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config',
+_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config', 'report',
         'out_features', 'out_indices')                         # of a backbone: names of layers
 _MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
              intermediate_size=96) # by part of a name

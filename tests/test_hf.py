@@ -143,7 +143,7 @@ def test_train_gates(kind):
     for said, ask in (('not classes named labels', lambda: open_units([dict(BATCH, label=IDS)], .5)),
                       ('not classes named labels', lambda: hf.HFHeads(made('bert', num_labels=1), [dict(BATCH, labels=torch.zeros(3).long())])),
                       ('no label counts', lambda: open_units(none, .5)),
-                      ('not in all batches', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
+                      ('labels: only in some', lambda: hf.HFHeads(made('bert'), [BATCH, batches[0]])),
                       ('ignores the gates', lambda: open_units(batches, .5, loss=lambda model, x: torch.ones(()))),
                       ('all rows of the batch', lambda: open_units(batches, .5, loss=lambda model, x: model(x['input_ids'][:1]).logits.sum())),
                       ('not one number per head', lambda: hf.remove_heads(model, half, units='both')),
@@ -191,7 +191,7 @@ def test_wrong_numbers_are_refused():
                       ('give a loss', lambda: score(bert, plain | dict(start_positions=IDS[:, 0]), 'taylor')),
                       ('scores', lambda: score(bert, [x | dict(labels=torch.full((3,), -100))], 'taylor'))):
         with pytest.raises(ValueError, match=said): ask()
-    for said, ask in (('batches: none', lambda: score(bert.train(), [], 'output_difference')),
+    for said, ask in (('batches: empty', lambda: score(bert.train(), [], 'output_difference')),
                       ('sparsity=0: give a share', lambda: hf.train_gates(bert, [x], 0)), ('sparsity=None', lambda: hf.train_gates(bert, [x], None)),
                       ('model=t5: no row; describe it', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
         with pytest.raises(ValueError, match=said): ask()
@@ -296,82 +296,9 @@ def test_scores_say_what_they_should(kind):
     assert norms.sum().item() == pytest.approx(squares(model))
     assert norms[keep].sum().item() == pytest.approx(squares(hf.remove_heads(model, keep)))
 
-def forwards(model): # instance attributes that replace a module's own function
-    return {name: vars(m).get('forward') for name, m in model.named_modules()}
-
 def plain_loop(heads, z): # leave_one_out by whole passes
     losses = [heads.mean_loss(torch.where(torch.arange(z.numel()).view(z.shape) == at, 0, z)) for at in range(z.numel())]
     return torch.tensor(losses).view(z.shape) - heads.mean_loss(z)
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_leave_one_out_computes_lower_layers_once(kind):
-    model, batches = for_scores(kind)
-    bare, lowest = [{k: v for k, v in x.items() if k != 'labels'} for x in batches], []
-    count = lambda *args: lowest.append(1)
-    small = hf.remove_heads(model, torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]))
-    upper = hf.remove_heads(model, torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])) # a mask meets nothing in the last layer
-    def once(model, x): return model(**x).loss
-    def twice(model, x): return once(model, x) + model(input_ids=x['input_ids'].flip(1), labels=x['labels']).loss
-    for net, data, units, loss in ((model, batches, 'heads', None), (model, bare, 'both', None), (model, batches, 'neurons', None),
-                                   (small, batches, 'heads', None), (upper, bare, 'heads', None),
-                                   (model.train(), batches, 'heads', once), (model, batches, 'heads', twice)):
-        heads = hf.HFHeads(net, data, units, 8, loss)
-        z, n = torch.ones(heads.shape), heads.shape[1]
-        z[1, 0] = .5
-        want, before, training = plain_loop(heads, z), forwards(net), net.training
-        hook = hf_models.units_of(net, 'heads', 4)[0].attn.register_forward_hook(count)
-        lowest.clear()
-        assert torch.equal(importance.leave_one_out(heads, z), want)
-        assert len(lowest) == 2 * (2 if loss is twice else 1) * (1 + 3*n if loss else 2 + n) # of two batches
-        hook.remove()
-        assert forwards(net) == before and net.training == training
-    gone = hf.HFHeads(hf.remove_heads(model, torch.zeros(3, 4)), batches)
-    assert not importance.leave_one_out(gone, torch.ones(3, 4)).any()
-
-def test_leave_one_out_where_layers_share_more_than_outputs():
-    albert = transformers.AlbertForSequenceClassification(transformers.AlbertConfig( # two layers, run three times
-        vocab_size=60, embedding_size=16, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=40, inner_group_num=2))
-    hf.add_architecture('albert', 'encoder.albert_layer_groups.0.albert_layers', 'attention.query attention.key attention.value attention.dense',
-                        'ffn ffn_output', 1, 'num_attention_heads all_head_size')
-    gemma = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig( # the upper layers have the lower ones' keys
-        **GROUPS | dict(num_hidden_layers=4), head_dim=8, num_kv_shared_layers=2, layer_types=['sliding_attention', 'full_attention'] * 2,
-        vocab_size_per_layer_input=60, hidden_size_per_layer_input=8))
-    hf.add_architecture('gemma4_text', 'layers', LLAMA, 'mlp.gate_proj mlp.up_proj mlp.down_proj')
-    steered, (x, _) = for_scores('llama')
-    steered.model.layers[0].register_forward_hook(lambda f, args, out: out.add_(.5)) # in place
-    moved, _ = for_scores('llama')
-    moved.model.layers[0].register_forward_hook(lambda f, args, out: out + .5)
-    told, said = for_scores('llama')[0], []
-    told.model.register_forward_pre_hook(lambda *args: said.clear())
-    told.model.layers[0].mlp.register_forward_hook(lambda *args: said.append(.5))
-    told.model.layers[2].register_forward_hook(lambda f, args, out: out + sum(said))
-    class Downwards(torch.nn.ModuleList):
-        def __getitem__(self, i): return [*self][::-1] if isinstance(i, slice) else super().__getitem__(i)
-    down = for_scores('llama')[0]
-    down.model.layers = Downwards(down.model.layers)
-    for model in (albert, gemma, steered, moved, told, down):
-        with torch.no_grad(): [p.add_(torch.randn_like(p) * .2) for p in model.parameters()]
-        heads = hf.HFHeads(model.eval(), dict(x, labels=torch.tensor([0, 1, 1])) if model is albert else x, 'neurons', 20)
-        z = torch.ones(heads.shape)
-        want = plain_loop(heads, z)
-        assert torch.equal(importance.leave_one_out(heads, z), want) and (want != 0).sum() > len(z)
-
-def test_leave_one_out_leaves_a_model_as_it_was():
-    hooks = pytest.importorskip('accelerate.hooks')
-    for offset in range(3): # in the middle of the first batch, and later
-        model, batches = for_scores('llama')
-        for f in model.model.layers[:2]: hooks.add_hook_to_module(f, hooks.AlignDevicesHook(execution_device='cpu'))
-        heads, before, seen = hf.HFHeads(model, batches), forwards(model), []
-        assert sum(f is not None for f in before.values()) == 2
-        assert torch.equal(importance.leave_one_out(heads, torch.ones(3, 4)), plain_loop(hf.HFHeads(for_scores('llama')[0], batches), torch.ones(3, 4)))
-        def stop(*args):
-            seen.append(1)
-            if len(seen) == 5 + 7 * offset: raise KeyboardInterrupt
-        hook = model.model.layers[-1].register_forward_pre_hook(stop)
-        with pytest.raises(KeyboardInterrupt): importance.leave_one_out(heads, torch.ones(3, 4))
-        hook.remove()
-        assert forwards(model) == before and not any(f._forward_hooks or f._forward_pre_hooks for f in model.modules())
-        model(**batches[0])
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_repairs(kind):

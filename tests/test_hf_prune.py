@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from allatt_prune import hf, hf_models, importance
 from allatt_prune.importance import keep_mask, score
 from allatt_prune.repair import least_squares
-from test_hf import BATCH, DECODERS, IDS, KINDS, PAD, for_scores, hidden, made, plain_loop
+from test_hf import BATCH, DECODERS, IDS, KINDS, PAD, each_loss, for_scores, hidden, made, plain_loop
 
 def random_mask(l, n, keep=.7, seed=5): return torch.rand(l, n, generator=torch.Generator().manual_seed(seed)) < keep
 
@@ -248,10 +248,73 @@ def test_prune_removes_a_share_of_all_parameters(kind):
     assert len(hf.layers(less)) == 2 and type(less) is type(model)
     unlabelled = [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
     assert hf.prune(model.base_model, unlabelled, .1).num_parameters() < model.base_model.num_parameters()
-    for said, ask in (('share=0: give less than 0.[0-9]+, and more than 0; neurons hold no more', lambda: hf.prune(model, batches, 0)),
-                      ('share=0.9: give less than 0.[0-9]+, and more than 0', lambda: hf.prune(model, batches, .9)),
+    for said, ask in (('share=0: give at most 0.[0-9]+, and more than 0; neurons hold no more', lambda: hf.prune(model, batches, 0)),
+                      ('share=0.9: give at most 0.[0-9]+, and more than 0', lambda: hf.prune(model, batches, .9)),
                       ('share=0.01: less than half a layer', lambda: hf.prune(model, batches, .01, 'layers'))):
-        with pytest.raises(ValueError, match=said): ask()
+        with pytest.raises(ValueError, match=said) as e: ask()
+        if 'at most' in said: most = float(str(e.value).split('at most ')[1].split(',')[0])
+    assert hf.prune(model, batches, most).num_parameters() < model.num_parameters() # as promised
+
+def label_loss(model, data): # nats per label, by its definition
+    with torch.no_grad(): losses = [each_loss('CausalLM' if model.config.model_type.endswith(tuple(DECODERS)) else '', model(**x), x) for x in data]
+    return float(torch.stack(sum(losses, [])).mean())
+
+@pytest.mark.parametrize('kind', ['bert', 'llama'])
+@pytest.mark.parametrize('units', ['heads', 'neurons', 'layers'])
+def test_the_report_says_what_was_removed_and_lost(kind, units, tmp_path):
+    model, (x, judge) = for_scores(kind)
+    left = hf.units_left(model, units, hf.shape(model, units, 1)[1])
+    small = hf.prune(model, [x, x], .25 if units == 'layers' else .03, units, held_out=judge)
+    gone = left.sum() - hf.units_left(small, units, left.shape[1]).sum() if units != 'layers' else 1
+    name = 'groups of 2 heads' if (kind, units) == ('llama', 'heads') else units
+    lost = label_loss(small, [judge])
+    counts, losses, ms = small.config.report.splitlines()
+    assert counts == f'{gone} of {left.sum()} {name} removed: {model.num_parameters():,} -> {small.num_parameters():,} parameters'
+    assert losses == f'nats per label {label_loss(model, [judge]):.4g} -> {lost:.4g} (held-out batches: 1)'
+    assert ms.endswith(' ms per token') and all(0 < float(t) < 100 for t in ms.removesuffix(' ms per token').split(' -> '))
+    hf.heal(small, model, [x], 3, held_out=judge)
+    assert small.config.report.splitlines()[3] == f'healed for 3 steps: nats per label {lost:.4g} -> {label_loss(small, [judge]):.4g} (held-out batches: 1)'
+    small.save_pretrained(tmp_path)
+    again = type(small).from_pretrained(tmp_path)
+    assert again.config.report == small.config.report and not getattr(model.config, 'report', '')
+    if units != 'layers': assert all(f'- {line}' in (tmp_path/'README.md').read_text() for line in small.config.report.splitlines())
+    other = hf.prune(again, [x, judge], .03, 'neurons') # the report goes on
+    assert other.config.report.startswith(small.config.report) and len(other.config.report.splitlines()) == 7
+    assert f'-> {label_loss(other, [x, judge]):.4g} (batches it has read: 2)' in other.config.report
+
+def test_the_report_of_an_encoder_and_of_an_own_loss():
+    model, batches = for_scores('bert')
+    def loss(model, x): return model(input_ids=x['input_ids'], attention_mask=x['attention_mask'], labels=x['labels']).loss
+    small = hf.prune(model, batches, .1, loss=loss)
+    with torch.no_grad(): a, b = (sum(float(loss(net, x)) for x in batches) / 2 for net in (model, small))
+    assert f'own loss {a:.4g} -> {b:.4g} (batches it has read: 2)' in small.config.report
+    model, x = model.base_model, {k: v for k, v in batches[0].items() if k != 'labels'}
+    small = hf.prune(model, x, .1)
+    a, b = hidden(model), hidden(small)
+    want = ((a - b).square().sum(1) / a.square().sum(1)).mean() # over tokens
+    assert f'relative squared distance 0 -> {want:.4g} (batches it has read: 1)' in small.config.report
+
+WRONG = (([], 'batches: empty'), (iter([]), 'batches: empty'), (None, 'batches: empty'), (['a text'], 'batches=str: give dicts'), ('a text', 'batches=str: give dicts'),
+         (IDS, 'batches=Tensor: give dicts'), (IDS.tolist(), 'batches=list: give dicts'), ([1, 2], 'batches=int: give dicts'), (dict(ids=IDS), 'batches=dict: .*with input_ids'),
+         (dict(input_ids=IDS.tolist()), 'input_ids=list: give a tensor'), (dict(input_ids=IDS.numpy()), 'input_ids=ndarray: give a tensor'),
+         (dict(input_ids=IDS[0]), r'input_ids=\[9\]: not rows'), (dict(input_ids=IDS[:0]), r'input_ids=\[0, 9\]: not rows'),
+         (dict(input_ids=IDS + 60), 'input_ids: not tokens of 60'), (dict(input_ids=-IDS), 'input_ids: not tokens'), (dict(input_ids=IDS.float()), 'input_ids: not tokens'))
+
+@pytest.mark.parametrize('batches,said', WRONG)
+def test_wrong_batches_are_refused_everywhere(batches, said):
+    model, (x, _) = for_scores('llama')
+    for ask in (lambda: hf.prune(model, batches, .1), lambda: hf.heal(copy.deepcopy(model), model, batches, 2), lambda: score(model, batches, 'taylor'),
+                lambda: hf.train_gates(model, batches, .25, steps=2), lambda: hf.prune(model, x, .1, held_out=[] if batches is None else batches)):
+        with pytest.raises(ValueError, match=f'^{said}') as e: ask()
+        assert '\n' not in str(e.value)
+
+def test_heal_takes_any_number_of_steps_and_models_without_heads_to_remove():
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)).eval()
+    small = hf.prune(bloom, dict(input_ids=IDS), .1)
+    def endless():
+        while True: yield dict(input_ids=IDS)
+    assert hf.heal(small, bloom, endless(), 2) is small
+    with pytest.raises(ValueError, match='steps=0: give 1 or more'): hf.heal(small, bloom, dict(input_ids=IDS), 0)
 
 def divergence(small, whole, x): # over tokens that are there, by its definition
     with torch.no_grad(): p, q = (net(**{k: v for k, v in x.items() if k != 'labels'}).logits.log_softmax(-1) for net in (whole, small))
