@@ -180,10 +180,9 @@ def figure(
 def samples(models: dict[str, LM], corpus: Corpus, n: int = 160) -> dict[str, str]: # by name
     "Let the models continue the beginning of the test text (in brackets), with the same random numbers."
     prompt = corpus.decode(corpus.test[:6 if corpus.unit == 'word' else 40])
-    if corpus.unit != 'word': prompt = re.sub(r'^\S*\s+|\S*$', '', prompt) or prompt # whole words
-    def told(m):
-        start, text = m.write(prompt, 0), m.write(prompt, n)
-        return f'[{start}]' + (text[len(start):].rpartition(' ')[0] or text[len(start):])
+    cut = (lambda x: x) if corpus.unit == 'word' else lambda x: x.rpartition(' ')[0] or x # at the end of a word
+    if corpus.unit != 'word': prompt = cut(prompt.partition(' ')[2] or prompt) + ' '
+    def told(m): return f'[{(start := m.write(prompt, 0))}]{cut(m.write(prompt, n)[len(start):])}'
     return {name: told(models[name]) for name in ('baseline', 'control', 'pruned') if name in models}
 
 def write_report(
