@@ -63,7 +63,7 @@ class Arms:
         return self.judged(small.bfloat16()), seconds
     def about(self, small, seconds, heal, **more):
         found = dict(seed=self.seed, date=time.strftime('%Y-%m-%d'), transformers=transformers.__version__,
-                     parameters=small.num_parameters(), seconds=seconds) | more
+                     steps=STEPS, rate=RATE, parameters=small.num_parameters(), seconds=seconds) | more
         if heal: found['healed'], seconds['heal'] = self.healed(small)
         return found
     @cached_property
