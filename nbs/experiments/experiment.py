@@ -156,13 +156,15 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     def tuned(m, text): return np.array(parts[f'tuned-{m}-0.2'][text])[None]
     def bits(arm): return passage_bits([result(f'verdicts/{arm}-0.08-{seed}')['models']['pruned']['passages']['test'] for seed in range(3)])
     def lost(m): return nats(m).mean() - np.mean(parts['whole']['runs'][0]['test'])
-    def cut(name, how='nothing'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks
-        return np.mean(result(f'pretrained/neurons/{name}-0.1')[how]['test']) - np.mean(result('pretrained/neurons/whole')['test'])
+    def cut(name, how='nothing', text='test'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks
+        file = name if '/' in name else f'neurons/{name}-0.1'
+        return np.mean(result(f'pretrained/{file}')[how][text]) - np.mean(result('pretrained/neurons/whole')[text])
 
     after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
     neurons = '`hf.prune`, which removes neurons', (
         f"without 10 % of the parameters of its blocks SmolLM2 loses {cut('fisher-sorted16', 'least_squares'):.2f} nats, {cut('both'):.2f} with gates on "
-        f"heads and neurons, {cut('layers'):.2f} without three whole layers (one seed)")
+        f"heads and neurons, {cut('layers'):.2f} without three whole layers; give text of each kind that it will read: on Python's reference it loses "
+        f"{cut('fisher-sorted16', 'least_squares', 'docs'):.2f} if it saw WikiText only, {cut('healed/neurons-mixture', 'before', 'docs'):.2f} with a mixture (one seed)")
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
@@ -170,7 +172,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['All-attention, trained here', '*leave_one_out*, then fine-tune',
          f"on characters, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} (after 1,500 steps of fine-tuning); "
          f"on words the text decides: *leave_one_out* costs {less(b, 'leave_one_out')} on test text, {less(b, 'leave_one_out', 'valid')} on validation text ({choice})"],
-        ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; [06_hf](beyond/06_hf.ipynb)'],
+        ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; {pretrained}'],
         ['a decoder from transformers, to remove heads', seconds('gradient'),
          f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
          f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but in {minutes}; {pretrained})"],
@@ -185,7 +187,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
          f"words: they save {saved(b, 'rewound')} of test and {saved(b, 'rewound', 'valid')} of validation text", choice],
         ['', 'hours to train', '*leave_one_out* (tried on characters)',
          f"bits per character that it is better than gates after 12,000 steps: {between(bits('gates') - bits('leave_one_out'))}", choice],
-        ['from transformers, to remove parameters', 'minutes', *neurons, '[06_hf](../beyond/06_hf.ipynb)'],
+        ['from transformers, to remove parameters', 'minutes', *neurons, pretrained],
         ['a decoder, to remove heads', 'seconds', '*gradient*',
          f"without a fifth of its groups SmolLM2 loses {lost('gradient'):.2f} nats, with random groups {lost('random'):.1f}", pretrained],
         ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(nats('gradient') - nats('gates'))}, "
