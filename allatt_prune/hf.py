@@ -300,7 +300,7 @@ def prune(
 def heal(
     small, whole, # pruned model, trained in place; the model before
     batches, steps: int, # as for `train_gates`
-    *, lr: float = 1e-4, progress: bool = True, # learning rate, falls to 0; show a bar
+    *, lr: float = 4e-5, progress: bool = True, # learning rate, falls to 0; show a bar
     held_out=None # as for `prune`
 ): # the small model
     "Train a pruned model on the predictions of the whole one."

@@ -176,7 +176,7 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
     if units == 'layers': _keep_layers(small, keep[:, 0].nonzero().flatten().tolist())
     else: _keep_units(small, keep, z, units)
     if getattr(small, 'hf_quantizer', None):                   # of a GGUF file: weights are plain now
-        small.hf_quantizer = None
+        small.hf_quantizer, small.is_quantized = None, False
         del small.config.quantization_config
     with torch.device('meta'): type(small)(small.config)       # makes output_attentions known
     return small
@@ -223,7 +223,10 @@ def check(
 ):
     "Raise ValueError unless the pruned model, also when saved and loaded, equals the masked one."
     model, bars = plain(model), transformers.utils.logging
-    if model.dtype.itemsize < 4: model = copy.deepcopy(model).float()
+    if model.dtype.itemsize < 4: # `.to(bfloat16)` rounds buffers that a reload computes
+        fine = type(model)(copy.deepcopy(model.config)).to(model.device)
+        fine.load_state_dict(model.state_dict())
+        model = fine
     row, shown = architecture(model.config), bars.is_progress_bar_enabled()
     with evaluating(model), seeded(0), tempfile.TemporaryDirectory() as folder, ExitStack() as after:
         if shown: after.callback(bars.enable_progress_bar)

@@ -59,7 +59,6 @@ def test_the_first_page_repeats_the_verdicts():
 
 def test_pages_are_short_and_compute_their_intervals():
     for path in NOTEBOOKS:
-        if path.stem == 'pretrained': continue
         cells = read_nb(path).cells
         tables = [t for c in cells for t in re.findall(r'^\|(?:---\|)?(?:---:?\|)+$', printed(c) if c.cell_type == 'code' else source(c), re.M)]
         assert len(cells) <= 12 and len(tables) <= 2 and all(t.count('---') <= 5 for t in tables), path.stem

@@ -339,3 +339,14 @@ def test_heal_an_encoder():
     def distance(): return (hidden(small) - hidden(model)).square().mean()
     before = distance()
     assert hf.heal(small, model, batches[0], 30, lr=1e-3) is small and distance() < before / 2
+
+def test_a_model_cast_to_bfloat16_is_right():
+    "The cast rounds rotary frequencies, which a reload computes."
+    model = made('llama', head_dim=32, max_position_embeddings=300).to(torch.bfloat16)
+    hf.check(model, dict(input_ids=torch.randint(3, 60, (2, 300), generator=torch.Generator().manual_seed(0)))) # far positions tell
+
+def test_weights_of_a_file_that_was_quantized_are_plain_after_removal():
+    model = made('llama')
+    model.hf_quantizer, model.is_quantized, model.config.quantization_config = object(), True, {}
+    small = hf.remove_heads(model, hf.units_left(model, 'layers', 1) & (torch.arange(hf.shape(model)[0])[:, None] > 0), units='layers')
+    assert small.float().dtype == torch.float32 and model.is_quantized

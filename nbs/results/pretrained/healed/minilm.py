@@ -55,7 +55,7 @@ class Arms:
             small, seconds = hf.remove_heads(self.whole, keep_mask(score(neurons, None, 'random'), removed), units='neurons'), 0
         else: small, seconds = first.timed(hf.prune, self.whole, self.read, .1, units, progress=False)
         before = self.judged(small)
-        _, heal = first.timed(hf.heal, small, self.whole, self.tune, STEPS, progress=False)
+        _, heal = first.timed(hf.heal, small, self.whole, self.tune, STEPS, lr=1e-4, progress=False)
         return dict(seed=0, date=time.strftime('%Y-%m-%d'), transformers=transformers.__version__, whole=self.whole.num_parameters(),
                     parameters=small.num_parameters(), seconds=dict(prune=seconds, heal=heal), before=before, healed=self.judged(small))
 
