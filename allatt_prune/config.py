@@ -33,7 +33,7 @@ def checked(name: str, kind: type, x): # setting, its type, value -> value of th
     if name == 'gate_init': low = -high                        # pi may be negative
     if name == 'n_layer': high = 2**16                         # there is a list of the layers
     if type(x) in (int, float) and not low <= x <= high:
-        raise ValueError(f'{name}={reprlib.repr(x)}: give {low} to {high}')
+        raise ValueError(f'{name}={reprlib.repr(x)}: give {low} ' + (f'to {high}' if high < 2**63 - 1 else 'or more'))
     if x not in CHOICES.get(name, [x]): raise ValueError(f'{name}={x}: give one of {CHOICES[name]}')
     return x
 

@@ -124,7 +124,7 @@ class HFHeads:
         return (self.loss(model, x).reshape(1), torch.ones(1)) if self.loss else _losses(model, x)
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
-        for x in bar(self.read(), 'batches'):
+        for x in bar(self.read(), 'gradients or losses'):
             own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x[self.main]))
             yield *self.measured(x, own.repeat_interleave(self.count(x) // own.shape[1], 1)), own
     @torch.no_grad()
@@ -139,7 +139,7 @@ class HFHeads:
         return self.rows()
     @torch.no_grad()
     def watch(self, z, hook, parts): # read all batches; hook: of batch, row and units -> handle
-        for x in bar(self.read(), 'batches'):
+        for x in bar(self.read(), 'outputs'):
             x = x | dict(logits_to_keep=torch.zeros(1, dtype=torch.long)) # of one token
             with ExitStack() as hooks:
                 for i, units in enumerate(parts):
@@ -247,8 +247,8 @@ def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     if heads.loss: name = 'own loss'
     @torch.no_grad()
     def lost(model):
-        with evaluating(model): return _mean(heads.lost(model, x) for x in bar(data, 'loss'))
-    on = 'batches it has read' if own else 'held-out batches'
+        with evaluating(model): return _mean(heads.lost(model, x) for x in bar(data, 'loss, before or after'))
+    on = 'batches that it was fitted to' if own else 'held-out batches'
     return lambda a, b: f'{name} {a:.4g} -> {b:.4g} ({on}: {len(data)})', lost
 
 @torch.no_grad()

@@ -280,19 +280,19 @@ def test_the_report_says_what_was_removed_and_lost(kind, units, tmp_path):
     if units != 'layers': assert all(f'- {line}' in (tmp_path/'README.md').read_text() for line in small.config.report.splitlines())
     other = hf.prune(again, [x, judge], .03, 'neurons') # the report goes on
     assert other.config.report.startswith(small.config.report) and len(other.config.report.splitlines()) == 7
-    assert f'-> {label_loss(other, [x, judge]):.4g} (batches it has read: 2)' in other.config.report
+    assert f'-> {label_loss(other, [x, judge]):.4g} (batches that it was fitted to: 2)' in other.config.report
 
 def test_the_report_of_an_encoder_and_of_an_own_loss():
     model, batches = for_scores('bert')
     def loss(model, x): return model(input_ids=x['input_ids'], attention_mask=x['attention_mask'], labels=x['labels']).loss
     small = hf.prune(model, batches, .1, loss=loss)
     with torch.no_grad(): a, b = (sum(float(loss(net, x)) for x in batches) / 2 for net in (model, small))
-    assert f'own loss {a:.4g} -> {b:.4g} (batches it has read: 2)' in small.config.report
+    assert f'own loss {a:.4g} -> {b:.4g} (batches that it was fitted to: 2)' in small.config.report
     model, x = model.base_model, {k: v for k, v in batches[0].items() if k != 'labels'}
     small = hf.prune(model, x, .1)
     a, b = hidden(model), hidden(small)
     want = ((a - b).square().sum(1) / a.square().sum(1)).mean() # over tokens
-    assert f'relative squared distance 0 -> {want:.4g} (batches it has read: 1)' in small.config.report
+    assert f'relative squared distance 0 -> {want:.4g} (batches that it was fitted to: 1)' in small.config.report
 
 WRONG = (([], 'batches: empty'), (iter([]), 'batches: empty'), (None, 'batches: empty'), (['a text'], 'batches=str: give dicts'), ('a text', 'batches=str: give dicts'),
          (IDS, 'batches=Tensor: give dicts'), (IDS.tolist(), 'batches=list: give dicts'), ([1, 2], 'batches=int: give dicts'), (dict(ids=IDS), 'batches=dict: .*with input_ids'),

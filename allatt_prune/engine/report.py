@@ -54,7 +54,7 @@ def markdown(head: list, rows: list[list], text: int = 1) -> str: # left-aligned
     return '\n'.join([line(head), '|' + '---|'*text + '---:|'*(len(head) - text), *map(line, rows)])
 
 LEGEND = dict(gated='closed heads are multiplied by 0', control='all heads, trained as long',
-              blocks='millions of parameters without embeddings', ms='per segment, median ± half the interquartile range')
+              blocks='millions of parameters without embeddings', ms='to read a segment of each stream, median ± half the interquartile range')
 
 def legend(rows: list[dict]) -> str: # from `measure`
     "Explain the rows and columns of a table."
@@ -193,6 +193,7 @@ def write_report(
     texts: dict|None = None # from `samples`
 ):
     "Write report.md, report.png, report.json and metrics.jsonl, then the manifest."
+    plan = checkpoint.read_part(run_dir, 'plan.json') if (run_dir/'plan.json').exists() else {}
     log, tokens, name = read_log(run_dir), rows[0]['tokens'], Path(corpus.name).name
     about = dict(recipe=asdict(recipe), corpus=name, unit=corpus.unit, vocab=corpus.hash, tokens=tokens,
                  environment=environment(device), seconds=log['seconds'], keep=keep)
@@ -200,7 +201,7 @@ def write_report(
             'tokens of text': '{:,} to train on; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
             'settings': f'`{replace(recipe, corpus=name)}`',
-            'command': checkpoint.read_part(run_dir, 'plan.json')['command'] if (run_dir/'plan.json').exists() else None}
+            'started from': plan.get('baseline'), 'command': plan.get('command')}
     env = {**about['environment']}
     told |= dict(machine=', '.join([env.pop('processor'), *filter(None, [env.pop('gpu', None)]), f"threads {env.pop('threads')}"]),
                  versions=', '.join(f'{k} {x}' for k, x in env.items()))

@@ -52,7 +52,7 @@ def _by_gates(r):
 
 def _by_score(r):
     n = tokens_needed(r)
-    if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs one, such as .4')
+    if r.sparsity is None: raise ValueError(f'sparsity=None: method={r.method} needs a share of heads to remove, such as .4')
     if r.score_tokens < n: raise ValueError(f'score_tokens={r.score_tokens}: 8 streams need {n}')
     if r.repair not in REPAIRS: raise ValueError(f'repair={r.repair}: give nothing or least_squares')
     _kept(r)                                                   # not all, not none
@@ -205,6 +205,7 @@ def run(
     models = {*models, *(['gated'] if 'pruned' in models else [])} # from which it is made
     models = [name for name in MODELS if name in models and not (mine.choose and name == 'gated')]
     plan = dict(command=shlex.join(['allatt-prune', *sys.argv[1:]]) if Path(sys.argv[0]).stem in ('allatt-prune', '__main__') else None)
+    plan['baseline'] = baseline and Path(baseline).name
     if resume:
         same_recipe(stored_recipe(run_dir), recipe, run_dir)
         baseline = run_dir/'baseline' if (run_dir/'baseline').exists() else None

@@ -175,10 +175,10 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; {pretrained}'],
         ['a decoder from transformers, to remove heads', seconds('gradient'),
          f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
-         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but in {minutes}; {pretrained})"],
+         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but it takes {minutes}; before fine-tuning; {pretrained})"],
         ['an encoder, to remove heads', seconds('output_difference'),
-         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.2f}, {cosine('output_difference').mean():.2f}"
-         f"{unclear(cosine('gates') - cosine('output_difference'))}, and {cosine('random').mean():.2f} with random heads ({pretrained})"]], text=3)
+         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.2f} with gates, {cosine('output_difference').mean():.2f} with *output_difference*"
+         f"{unclear(cosine('gates') - cosine('output_difference'))}, {cosine('random').mean():.2f} with random heads ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
