@@ -24,6 +24,7 @@ import copy, sys, time
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
+from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import json, numpy as np, torch, transformers
 from allatt_prune import hf, repair
@@ -73,8 +74,7 @@ class Arms:
         keep = keep_mask(x, SHARE, multiple=16)
         if uniform: keep = torch.zeros_like(keep).scatter(1, x.topk(round(1536 * (1 - SHARE) / 16) * 16).indices, True)
         grams, read = self.gram
-        repair.gram = lambda heads: grams
-        small, fit = timed(repair.least_squares, hf.HFHeads(self.whole, None, 'neurons', 1), keep, None)
+        with patch.object(repair, 'gram', lambda heads: grams): small, fit = timed(repair.least_squares, hf.HFHeads(self.whole, None, 'neurons', 1), keep, None)
         found = dict(kept=keep.sum(1).tolist())
         if before: found |= dict(nothing=self.judged(hf.remove_heads(self.whole, keep, units='neurons')), least_squares=self.judged(small))
         return self.about(small, dict(choose=seconds, least_squares=round(read + fit, 1)), heal, **found)

@@ -26,6 +26,7 @@ import sys, time
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
+from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np, torch, transformers
 from allatt_prune import hf, repair
@@ -67,8 +68,7 @@ class Arms:
     def removed(self, keep, seconds, heads=None): # mask of single neurons -> without repair and after least squares
         small, _ = timed(hf.remove_heads, self.model, keep, None, 'neurons')
         grams, read = self.gram
-        repair.gram = lambda heads: grams
-        fitted, fit = timed(least_squares, hf.HFHeads(self.model, None, 'neurons', 1), keep, None)
+        with patch.object(repair, 'gram', lambda heads: grams): fitted, fit = timed(least_squares, hf.HFHeads(self.model, None, 'neurons', 1), keep, None)
         if heads is not None: small, fitted = (hf.remove_heads(net, heads) for net in (small, fitted))
         return self.about(seconds=dict(choose=seconds, least_squares=round(read + fit, 1)), kept=keep.sum(1).tolist(),
                           nothing=self.judged(small), least_squares=self.judged(fitted))
