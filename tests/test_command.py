@@ -148,9 +148,9 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
         said = done(folder, *OWN, '--run-dir', name).stdout
         assert said.startswith('Pruned ') and said.endswith(f'report: {name}/report.md\n')
     heads, told = [sum(layer) for layer in report(folder, 'a')['keep']], (folder/'a'/'report.md').read_text()
-    assert f'heads of each layer {heads}; tokens ' in told
-    assert f"; command allatt-prune {' '.join(OWN)} --run-dir a; " in told
-    assert 'of training text; 155 of validation and 155 of test text were scored' in told # of 156 each
+    assert f'\n| heads of each layer | {heads} |\n' in told
+    assert f"\n| command | allatt-prune {' '.join(OWN)} --run-dir a |\n" in told
+    assert 'to train on; 155 of validation and 155 of test text were scored' in told # of 156 each
     for f in [*(f'{m}/model.safetensors' for m in ('baseline', 'control', 'gated', 'pruned')), 'metrics.jsonl']:
         assert (folder/'a'/f).read_bytes() == (folder/'b'/f).read_bytes()
     before = state(folder)
