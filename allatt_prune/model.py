@@ -92,7 +92,7 @@ def remember(inputs, mems, mem_len): # (b t c) per layer; (l b s-t c) or None; i
     if mems is None or t >= mem_len: return new
     both = torch.cat([mems, new], 2)
     s = both.shape[2]                                          # sym_max: s may be free in an exported graph
-    return both[:, :, torch.arange(torch.sym_max(0, s - mem_len), s)]
+    return both[:, :, torch.arange(torch.sym_max(0, s - mem_len), s, device=both.device)]
 
 # %% ../nbs/method/02_model.ipynb #f1ed53f0
 def wide(x: Tensor) -> Tensor:
