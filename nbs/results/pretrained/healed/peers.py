@@ -1,10 +1,10 @@
 """SmolLM2 without 10 % of the parameters of its blocks: ours and criteria of others, before and after equal healing.
 
-    PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=1 python peers.py DATA FOLDER [names, as in a shell]
+    PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=1 python peers.py DATA FOLDER [names, as in a shell [seed [steps]]]
 
 DATA has wikitext-103/wiki.{valid,test}.tokens.xz. Each arm is a file of FOLDER: losses of 16 passages of 512 tokens of WikiText-103's test part
-and of 8 of Python's reference, as removed, after least squares, and after STEPS steps of `hf.heal` of 2 x 128 tokens of the validation part
-(embeddings frozen, products in bfloat16). The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
+and of 8 of Python's reference, as removed, after least squares, and after 30 steps of `hf.heal` of 2 x 128 tokens of the validation part
+(embeddings frozen, products in bfloat16); 200 steps, at less than half of the rate, are files of their own. The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
 both, layers). Scores read 8,192 tokens of the validation part, least squares 16,384. A seed draws the rows that scores, least squares and healing
 read. The arm torch_pruning needs torch-pruning 1.6.1. CPU seconds are of one thread of a busy machine.
 Criteria of others are written from their formulas and choose among single neurons of all layers, or of each layer alike (uniform):
@@ -33,7 +33,7 @@ from allatt_prune.importance import keep_mask, score
 from experiment import recorded
 from jobs import batches, losses, smollm2, texts, timed
 
-SHARE, STEPS, RATE = 6144 / 46080, 30, 1e-4
+SHARE, RATES = 6144 / 46080, {30: 1e-4, 200: 4e-5} # steps of healing: rate
 PARTS = Path(__file__).parents[2]/'pretrained.json'
 
 def norms(heads): # -> (l n) of single neurons: sum of squares, variance over tokens
@@ -46,25 +46,25 @@ def norms(heads): # -> (l n) of single neurons: sum of squares, variance over to
     return torch.stack([q for _, _, q in found.values()]), torch.stack([q / n - (s / n)**2 for n, s, q in found.values()])
 
 class Arms:
-    def __init__(self, data, seed):
-        self.seed, (self.whole, tokenizer) = seed, smollm2()
+    def __init__(self, data, seed, steps=30):
+        self.steps, self.seed, (self.whole, tokenizer) = steps, seed, smollm2()
         text = texts(tokenizer, data)
         self.test, self.docs = text['test'][::2][:16], text['docs'][:8]
-        choose, tune = text['choose'], text['tune'][:2*STEPS]
+        choose, tune = text['choose'], text['tune'][:2*steps]
         if seed: # other rows
             x = text['tune'][torch.randperm(len(text['tune']), generator=torch.Generator().manual_seed(seed))]
-            choose, tune = x[:128], x[128:128 + 2*STEPS]
+            choose, tune = x[:128], x[128:128 + 2*steps]
         self.few, self.read, self.tune = batches(choose[:64], 8), batches(choose, 8), batches(tune, 2)
     def judged(self, model): return dict(test=losses(model, self.test), docs=losses(model, self.docs))
     def healed(self, small):
         small = small.to(torch.float32)
         small.get_input_embeddings().requires_grad_(False)
         with torch.autocast('cpu', torch.bfloat16):
-            _, seconds = timed(hf.heal, small, self.whole, self.tune, STEPS, lr=RATE, progress=False)
+            _, seconds = timed(hf.heal, small, self.whole, self.tune, self.steps, lr=RATES[self.steps], progress=False)
         return self.judged(small.bfloat16()), seconds
     def about(self, small, seconds, heal, **more):
         found = dict(seed=self.seed, date=time.strftime('%Y-%m-%d'), transformers=transformers.__version__,
-                     steps=STEPS, rate=RATE, parameters=small.num_parameters(), seconds=seconds) | more
+                     steps=self.steps, rate=RATES[self.steps], parameters=small.num_parameters(), seconds=seconds) | more
         if heal: found['healed'], seconds['heal'] = self.healed(small)
         return found
     @cached_property
@@ -126,9 +126,9 @@ class Arms:
         return self.about(small, dict(choose=seconds), True, removed=(~keep[:, 0]).nonzero().flatten().tolist())
 
 def plan(arms): # the most telling first
-    yield 'ours', lambda: arms.neurons(arms.ours, before=arms.seed > 0)
+    yield 'ours', lambda: arms.neurons(arms.ours, before=arms.seed > 0 and arms.steps == 30)
     yield 'layers', arms.layers
-    yield 'llm_pruner', lambda: arms.neurons(arms.llm_pruner)
+    yield 'llm_pruner', lambda: arms.neurons(arms.llm_pruner, before=arms.steps == 30)
     yield 'gates', arms.gates
     yield 'torch_pruning', arms.torch_pruning
     yield 'flap', lambda: arms.neurons(arms.flap, heal=False)
@@ -136,11 +136,12 @@ def plan(arms): # the most telling first
     yield 'magnitude', lambda: arms.neurons(arms.magnitude, heal=False)
 
 if __name__ == '__main__':
-    data, folder, only, seed = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or ['*'])[0], int((sys.argv[4:] or [0])[0])
+    data, folder, only, seed, steps = sys.argv[1:] + ['*', 0, 30][len(sys.argv) - 3:]
+    data, folder, seed, steps = Path(data), Path(folder), int(seed), int(steps)
     torch.set_num_threads(1)
-    arms = Arms(data, seed)
+    arms = Arms(data, seed, steps)
     for name, f in plan(arms):
         if not fnmatch(name, only): continue
-        found = recorded(folder/f'{name}-{seed}.json', f, __file__, (arms.test, arms.docs))
+        found = recorded(folder/f'{name}-{seed}{"" if steps == 30 else f"-{steps}"}.json', f, __file__, (arms.test, arms.docs))
         print(time.strftime('%H:%M'), name, {k: [round(float(np.mean(x)), 4) for x in found[k].values()]
                                              for k in ('nothing', 'least_squares', 'healed') if k in found}, flush=True)
