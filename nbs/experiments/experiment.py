@@ -63,12 +63,13 @@ def joint(parts: list[dict]) -> dict:
     "Environment and seconds of an experiment in several parts."
     environments = [p['environment'] for p in parts]
     about = {k: ', '.join(dict.fromkeys(x for e in environments for x in e[k].split(', '))) for k in environments[0]}
-    seconds = [sum(s.values()) if isinstance(s := p['seconds'], dict) else s for p in parts]
+    seconds = [sum(s.values()) if isinstance(s := p.get('seconds', 0), dict) else s for p in parts]
     return dict(environment=about, seconds=round(sum(seconds)))
 
 def made(found: dict) -> str:
     "Hardware, versions, commit and minutes of an experiment, in one line."
-    return '; '.join(f'{k} {x}' for k, x in (found['environment'] | dict(minutes=round(found['seconds']/60))).items())
+    minutes = dict(minutes=round(s / 60)) if (s := found['seconds']) else {} # 0: not recorded
+    return '; '.join(f'{k} {x}' for k, x in (found['environment'] | minutes).items())
 
 def by_seed(found: list[dict], model: str, lam: float|None = None) -> dict[int, dict]:
     "The row of a model in each seed; with a lambda, from its run, else from the last run that has it."
@@ -118,12 +119,12 @@ def result(name: str): # name of a file of results, without .json
     return json.loads((Path(__file__).parent.parent/f'results/{name}.json').read_text(encoding='utf-8'))
 
 def unclear(x: np.ndarray, note: str = ' (no clear difference)') -> str: # as for `interval`
-    "A note if the interval holds 0."
+    "A note if the interval includes 0."
     low, high = interval(x)
     return note if low <= 0 <= high else ''
 
 def between(x: np.ndarray) -> str: # as for `interval`
-    "An interval in words, which says where it holds 0."
+    "An interval in words, which says where it includes 0."
     return '{:.3f} to {:.3f}'.format(*interval(x)) + unclear(x)
 
 def short_costs(name: str, split: str = 'test') -> dict[str, np.ndarray]: # choice-after or choice-word; (seeds, lambdas)
@@ -180,8 +181,8 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
          f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
          f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but it takes {minutes}; before fine-tuning; {pretrained})"],
         ['an encoder, to remove heads', seconds('output_difference'),
-         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.3f} with gates, {cosine('output_difference').mean():.3f} with *output_difference*"
-         f"{unclear(cosine('gates') - cosine('output_difference'))}, {cosine('random').mean():.3f} with random heads ({pretrained})"]], text=3)
+         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.3f} with gates, {cosine('leave_one_out').mean():.3f} with *leave_one_out* and "
+         f"{cosine('output_difference').mean():.3f} with *output_difference*{unclear(cosine('gates') - cosine('output_difference'), ' (no clear differences)')}, {cosine('random').mean():.3f} with random heads ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
