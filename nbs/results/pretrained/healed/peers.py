@@ -131,7 +131,7 @@ def plan(arms): # the most telling first
     yield 'llm_pruner', lambda: arms.neurons(arms.llm_pruner, before=arms.steps == 30)
     yield 'gates', arms.gates
     yield 'torch_pruning', arms.torch_pruning
-    yield 'flap', lambda: arms.neurons(arms.flap, heal=False)
+    yield 'flap', lambda: arms.neurons(arms.flap, before=arms.steps == 30)
     yield 'wanda_sp', lambda: arms.neurons(arms.wanda_sp, heal=False, uniform=True)
     yield 'magnitude', lambda: arms.neurons(arms.magnitude, heal=False)
 
