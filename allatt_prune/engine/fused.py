@@ -21,8 +21,8 @@ def dropout_mask(x: Tensor, dropout: float, seed: Tensor, block: int) -> Tensor:
     words = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device)
     numbers = words.random_(-2**63, None, generator=generator).view(torch.int8)[:x.numel()].view(x.shape)
     up = torch.rand(*x.shape[:-1], 1, device=x.device, generator=generator)
-    cut = (256*dropout + up).clamp(max=255).to(torch.uint8) ^ 128 # 128 less, as an int8
-    return torch.ge(numbers, cut.view(torch.int8), out=torch.empty_like(x)) # smaller: drop; x's type is fastest
+    cut = (256*dropout + up).clamp(max=255).to(torch.uint8) ^ 128 # as an int8: 128 less; drop below
+    return torch.ge(numbers, cut.view(torch.int8), out=torch.empty_like(x)) # x's type is fastest
 
 @dropout_mask.register_fake
 def _(x, *_): return torch.empty_like(x)
@@ -32,7 +32,7 @@ TILE = 2**17 # scores of a head in a tile; on a GPU 16 times as many
 
 def _blocks(n, size): return [slice(i, min(i + size, n)) for i in range(0, n, size)] # of 0..n-1
 def _join(parts, dim=1): return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-def _tiles(q, k): return _blocks(q.shape[1], max(1, TILE * (1 + 15*q.is_cuda) // k.shape[1])) # of queries
+def _tiles(q, k): return _blocks(q.shape[1], max(1, TILE * (1 + 15*q.is_cuda) // k.shape[1]))
 
 # %% ../../nbs/engine/00_fused.ipynb #d2af60a5
 def _rows_forward(q, k, v, dropout, seed): # (h r d), (h n d), (h n d) -> (h r d), log-sum-exp (h r)
@@ -80,11 +80,11 @@ BLOCK = 64 # queries of a block
 
 def _by_head(x): return x.permute(2, 3, 0, 1, 4)               # (b t i h d) -> (i h b t d), and back
 
-def _forward(persistent, z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), what the backward pass needs
+def _forward(persistent, z, zm, r, u, w, pk, pv, dropout): # -> output (b t h d), state for `_backward`
     (b, t, _, h, d), (_, m, _), n, s = z.shape, r.shape, pk.shape[1], min(zm.shape[1], r.shape[1])
     seed, u, w = torch.randint(2**62, ()) if dropout else None, u.to(z.dtype), w.to(z.dtype)
     kv = torch.cat([_by_head(zm[:, zm.shape[1]-s:]), _by_head(z)[1:]], 3)
-    if s < m: kv = F.pad(kv, (0, 0, m - s, 0))                 # as many as the window before the segment
+    if s < m: kv = F.pad(kv, (0, 0, m - s, 0))                 # a whole window before the segment
     k, v = kv.flatten(1, 2)                                    # (h·b m+t d)
     q = (z[:, :, 0] - w).flatten(0, 1).transpose(0, 1)         # (h b·t d)
     qw = _by_head(z)[0].flatten(1, 2).contiguous()             # (h b·t d)
@@ -150,16 +150,15 @@ def works(name: str, device: str|torch.device, dtype: torch.dtype, d: int) -> bo
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 80, 3, 2), (2, 50, 2, 2), (2, 70), (2,), (2,), (2, 40), (2, 40), (2, 80, 2)
     *x, g = [torch.randn(*shape, d, generator=generator).to(device, dtype) / 4 for shape in shapes]
-    def results(forward, backward):
-        out, saved = forward(*x, 0.)
-        return out, *backward(g, out, saved, 0., 50)
+    def results(name):
+        out, saved = KERNELS[name][0](*x, 0.)
+        return out, *KERNELS[name][1](g, out, saved, 0., 50)
+    close = 3e-2 if dtype.itemsize == 2 else 1e-4
     try:
         away = name == 'triton' and torch.device(device).index not in (None, torch.cuda.current_device())
         if away: return False                                  # it works on the current device
-        got, want = results(*KERNELS[name]), results(*KERNELS['rows'])
+        return all((a - b).norm() <= close * b.norm() for a, b in zip(results(name), results('rows')))
     except Exception: return False
-    close = 3e-2 if dtype.itemsize == 2 else 1e-4
-    return all(bool((a - b).norm() <= close * b.norm()) for a, b in zip(got, want))
 
 _works = torch.compiler.assume_constant_result(lambda *args: works(*args))
 
@@ -213,7 +212,7 @@ class FastAttention(AllAttention):
             parts = [x.view_as(p) for x, p in zip(joined, parts)]
         qkv, bias, r, wr, *own = parts
         qkv, bias = (x.split([3*n for n in hd]) for x in (qkv, bias))
-        rs = F.linear(r, wr).unflatten(1, (-1, d)).transpose(0, 1).split([n // d for n in hd]) # (h window d)
+        rs = F.linear(r, wr).unflatten(1, (-1, d)).transpose(0, 1).split([n // d for n in hd])
         made = dict(zip(fast, zip(qkv, bias, rs, *(own[i::4] for i in range(4)))))
         return [made.get(a, pos) for a in layers]
 
