@@ -190,7 +190,7 @@ def operations(training, dtype=torch.float32, layers=(2, 3), **changes): # of a 
 
 def per_layer(found): return len(found[1]) - len(found[0])
 
-@pytest.mark.parametrize('sizes,train,read', [({}, 68, 26), (dict(seg_len=192, mem_len=192), 98, 42), (dict(attn_dropout=.2), 104, 26)], ids=str)
+@pytest.mark.parametrize('sizes,train,read', [({}, 64, 24), (dict(seg_len=192, mem_len=192), 92, 40), (dict(attn_dropout=.2), 100, 24)], ids=str)
 def test_operations_of_a_layer_on_a_cpu(sizes, train, read):
     assert per_layer(operations(True, **sizes)) <= train and per_layer(operations(False, **sizes)) <= read
 
@@ -204,7 +204,7 @@ def test_launches_on_a_gpu(launches, heads):
     "In bfloat16, each kernel replaced by one operation."
     layers = (len(heads) - 1, len(heads)) if heads else (2, 3)
     train, read = ([operations(training, torch.bfloat16, [n], heads=heads and heads[:n])[0] for n in layers] for training in (True, False))
-    assert per_layer(train) <= 40 and per_layer(read) <= 6
+    assert per_layer(train) <= 39 and per_layer(read) <= 6
     assert len(read[1]) <= 6*layers[1] + 5
 
 WAITS = {'_local_scalar_dense', 'nonzero', 'is_nonzero', 'masked_select', 'equal', 'item'}

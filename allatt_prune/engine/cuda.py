@@ -62,7 +62,7 @@ def _step(o, top, total, s, v, VS, salt, key, DROP: tl.constexpr): # one tile mo
 def _grads(s, g, v, VS, l, delta, salt, key, DROP: tl.constexpr): # kept weights, gradient of the scores
     p = tl.math.exp2(s - l[:, None])
     dp = _drop(tl.dot(g, tl.trans(v))*VS, salt, key, DROP)
-    return _drop(p, salt, key, DROP).to(g.dtype), p * (dp - delta[:, None])
+    return _drop(p, salt, key, DROP).to(g.dtype), (p * (dp - delta[:, None])).to(g.dtype)
 
 @_kernel
 def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, N, H, B, mb, mt, VS, D: tl.constexpr,
@@ -71,7 +71,7 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
     i, d = tile*SIZE + tl.arange(0, SIZE), tl.arange(0, D)
     here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i)
     col, at, out = h*D + d, b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, b*T*H*D + h*D + i[:, None]*(H*D) + d
-    P += (h*B + b)*T*M
+    P, DP = P + (h*B + b)*T*M, DP + (h*B + b)*T*M
     q = _load(Z + at, here).to(tl.float32) - tl.load(W + col).to(tl.float32)
     qu, q = ((q + tl.load(U + col).to(tl.float32))*SCALE).to(Z.dtype.element_ty), q.to(Z.dtype.element_ty)
     o, total, top = tl.zeros([SIZE, D], tl.float32), tl.zeros([SIZE], tl.float32), tl.full([SIZE], -1e30, tl.float32)
@@ -80,7 +80,6 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
         g, l, dqu = _load(G + out, here), _load(L + first + i, i < T), tl.zeros([SIZE, D], tl.float32)
         delta = tl.sum(g.to(tl.float32) * _load(O + out, here), 1)
         tl.store(DELTA + first + i, delta, mask=i < T)
-        DP += (h*B + b)*T*M
     else: lo = tl.maximum(lo, -((S + SIZE - 1)//SIZE*SIZE))
     for start in range(lo, tile*SIZE + SIZE, SIZE):
         j, there, ok = _side(Z, ZM, start, b, h, T, S, H, mb, mt, D, SIZE)
@@ -88,7 +87,6 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
         s, key = _context(qu, k, P, i, j, T, S, M)
         if BACK:
             _, ds = _grads(s, g, v, 1., l, delta, salt, key, DROP)
-            ds = ds.to(Z.dtype.element_ty)
             dqu += tl.dot(ds, k)
             tl.store(DP + i[:, None]*M + key, ds, mask=(key >= 0) & (key < M) & here)
         else: o, top, total = _step(o, top, total, s, v, 1., salt, key, DROP)
@@ -97,7 +95,7 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
         there, ok = h*N*D + j[:, None]*D + d, (j < N)[:, None]
         k, v = _load(PK + there, ok), _load(PV + there, ok)
         s, key = _persistent(q, k, i, j, T, M, N)
-        if BACK: o += tl.dot(_grads(s, g, v, VS, l, delta, salt, key, DROP)[1].to(Z.dtype.element_ty), k)
+        if BACK: o += tl.dot(_grads(s, g, v, VS, l, delta, salt, key, DROP)[1], k)
         else: o, top, total = _step(o, top, total, s, v, VS, salt, key, DROP)
     if BACK: # o: the persistent keys' part
         dqu *= SCALE
@@ -134,7 +132,7 @@ def _keys(Z, ZM, P, U, W, PK, PV, L, seed, G, DELTA, DZ, DZM, DPKV, T, S, M, N, 
             else: s, key = _persistent(q, k, i, j, T, M, N)
             p, ds = _grads(s, g, v, 1. if CONTEXT else VS, l, delta, salt, key, DROP)
             dv += tl.dot(tl.trans(p), g)
-            dk += tl.dot(tl.trans(ds.to(Z.dtype.element_ty)), q)
+            dk += tl.dot(tl.trans(ds), q)
     if CONTEXT: _, to, ok = _side(DZ, DZM, first, part, h, T, S, H, S*2*H*D, 2*H*D, D, SIZE)
     else: to, dv = DPKV + part*2*H*N*D + at, dv*VS             # sums over a part of the streams
     tl.store(to, dk, mask=ok)
