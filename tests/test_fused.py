@@ -102,6 +102,7 @@ def replaced(attn):
     new = Doubled(*attn.wv.weight.shape[::-1], bias=False).double()
     new.load_state_dict(attn.wv.state_dict())
     attn.wv = new
+def biased(attn): attn.wv.bias = torch.nn.Parameter(torch.ones_like(attn.wv.weight[:, 0]))
 def parametrized(attn): torch.nn.utils.parametrizations.weight_norm(attn.wq)
 def own_attend(attn):
     attend = attn.attend
@@ -112,7 +113,7 @@ def patched(attn):
     attn.wk.forward = lambda x: 2 * forward(x)
 def outside(attn): attn.register_forward_hook(lambda part, args, out: 2 * out)
 
-@pytest.mark.parametrize('change', [hooked, replaced, parametrized, own_attend, patched, outside])
+@pytest.mark.parametrize('change', [hooked, replaced, biased, parametrized, own_attend, patched, outside])
 def test_what_was_changed_in_a_layer_has_its_effect(change):
     torch.manual_seed(0)
     cfg = LMConfig(vocab=27, n_layer=3, d_model=32, n_head=4, n_persistent=16, seg_len=12, mem_len=12, dropout=0., attn_dropout=0.)

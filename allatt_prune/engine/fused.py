@@ -188,7 +188,7 @@ def _usual(m, kind): # without hooks or a forward of its own
     return type(m) is kind and not any(vars(m).get(x) for x in own)
 def _as_made(a): # the fast path calls neither hooks nor replaced parts
     made = type(a) is FastAttention and a.attend is attention.attend and _usual(a.norm, nn.LayerNorm)
-    return made and all(_usual(f, nn.Linear) for f in (a.wq, a.wk, a.wv, a.wr, a.wo))
+    return made and all(_usual(f, nn.Linear) and (f is a.wo or f.bias is None) for f in (a.wq, a.wk, a.wv, a.wr, a.wo))
 
 class FastAttention(AllAttention):
     "`AllAttention` with the same parameters, in less time and memory."
