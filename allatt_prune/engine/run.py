@@ -28,6 +28,7 @@ from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
 from ..repair import REPAIRS
 from ..targets import Target, TargetGates
+from ..training import coarse
 
 # %% ../../nbs/engine/08_run.ipynb #45e0859a
 @dataclass
@@ -174,7 +175,7 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
 def run(
     recipe: Recipe|str,
     corpus: str|None = None, # None: the recipe's
-    run_dir: str|Path = 'runs/tiny',
+    run_dir: str|Path|None = None, # None: runs/ and the name of the recipe
     device: str = 'auto',
     cache: str|None = None,
     *, resume: bool = False,
@@ -188,7 +189,7 @@ def run(
 
     recipe: all settings, from `get_recipe`; or its name, like tiny
     corpus: name or path of a text, in place of the recipe's
-    run_dir: new folder for models and report; with `resume`, that of the run
+    run_dir: new folder for models and report, like runs/tiny; with `resume`, that of the run
     device: auto, cpu, cuda or cuda:N
     cache: folder for prepared texts
     resume: continue the run in `run_dir`, or give the result of a finished one
@@ -198,7 +199,8 @@ def run(
     progress: show bars
     settings: settings of the recipe to change, like steps=300
     """
-    run_dir, device, world = Path(run_dir), pick_device(device), Processes()
+    run_dir = Path(run_dir or f'runs/{recipe if isinstance(recipe, str) else recipe.name}')
+    device, world = pick_device(device), Processes()
     recipe = get_recipe(recipe, **settings) if isinstance(recipe, str) else adjusted(recipe, **settings)
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
@@ -223,6 +225,7 @@ def run(
         files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'plan.json': plan | dict(models=models)}
         if not resume: _begin(run_dir, baseline, files)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
+        coarse(len(text.test[:recipe.eval_tokens or None]))
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
