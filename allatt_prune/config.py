@@ -118,10 +118,7 @@ class Recipe(LMConfig):
     def _changed(self, name, given=()): # settings unlike RECIPES[name], in which those of `given` are changed
         made = _scaled(RECIPES[name], {k: getattr(self, k) for k in given})
         return [k for k in SETTINGS if getattr(self, k) != getattr(made, k)]
-    @property
-    def name(self) -> str:
-        "Name of the nearest recipe."
-        return min(RECIPES, key=lambda name: len(self._changed(name)))
+    name = property(lambda self: min(RECIPES, key=lambda name: len(self._changed(name)))) # of the nearest recipe
     def __repr__(self): # the nearest recipe, and what to change in it
         given = [k for k in self._changed(self.name) if k not in (*_PARTS, 'log_every')]
         while more := self._changed(self.name, given): given.append(more[0])

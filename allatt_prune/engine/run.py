@@ -173,23 +173,16 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
             checkpoint.save(tmp/'baseline', config, **parts)
 
 def run(
-    recipe: Recipe|str,
-    corpus: str|None = None, # None: the recipe's
-    run_dir: str|Path|None = None, # None: runs/ and the name of the recipe
-    device: str = 'auto',
-    cache: str|None = None,
-    *, resume: bool = False,
-    models: tuple = MODELS,
-    baseline: str|Path|None = None, # None: train one
-    way: Callable = way,
-    progress: bool = True,
-    **settings
+    recipe: Recipe|str, corpus: str|None = None, run_dir: str|Path|None = None,
+    device: str = 'auto', cache: str|None = None,
+    *, resume: bool = False, models: tuple = MODELS, baseline: str|Path|None = None,
+    way: Callable = way, progress: bool = True, **settings
 ) -> Result: # rows of the table; a notebook shows the report
     """Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal.
 
     recipe: all settings, from `get_recipe`; or its name, like tiny
-    corpus: name or path of a text, in place of the recipe's
-    run_dir: new folder for models and report, like runs/tiny; with `resume`, that of the run
+    corpus: name or path of a text; None: the recipe's
+    run_dir: new folder for models and report; with `resume`, that of the run; None: runs/ and the recipe's name
     device: auto, cpu, cuda or cuda:N
     cache: folder for prepared texts
     resume: continue the run in `run_dir`, or give the result of a finished one
