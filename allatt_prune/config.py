@@ -93,13 +93,13 @@ class Recipe(LMConfig):
     prune_lr_min: float = 1e-4 # final learning rate of the pruning phase, §4.1.2
     prune_dropout: bool = True # keep dropout in the pruning phase, as in the paper
     teacher: float = 0. # distillation: weight of the baseline's predictions in the loss
-    lam: float = .01 # lambda, the weight of the L0 loss: .01, .015 or .02, §4.1.2
+    lam: float = .01 # lambda, weight of the L0 loss: a larger one closes more heads; .01, .015 or .02, §4.1.2
     lam_warmup: int = 4_000 # warm-up steps of lam, §4.1.2
     gate_steps: int = 16_000 # steps until the gates are frozen, §4.1.2
     gate_lr: float = 1e-3 # constant learning rate of the gates
     gate_init: float = 2. # initial pi, §3.3
     output_scale: bool = True # scale outputs by s_g, equation 3
-    method: str = 'gates' # how to choose heads: gates (trained), or a score
+    method: str = 'gates' # gates (trained), or a score of heads
     sparsity: float|None = None # share of heads to remove; scores need it; None: those that gates close
     score_tokens: int = 10_000 # tokens of training text read by a score
     repair: str = 'nothing' # training-free repair after a score has removed heads: nothing or least_squares
@@ -115,14 +115,14 @@ class Recipe(LMConfig):
         super().__post_init__()
         if not self.clip: raise ValueError('clip=0.0: nothing would be trained; give more')
         if self.eval_tokens == 1: raise ValueError('eval_tokens=1: predicts nothing; give 0, or at least 2')
+    def _changed(self, name, given=()): # settings unlike RECIPES[name], in which those of `given` are changed
+        made = _scaled(RECIPES[name], {k: getattr(self, k) for k in given})
+        return [k for k in SETTINGS if getattr(self, k) != getattr(made, k)]
+    name = property(lambda self: min(RECIPES, key=lambda name: len(self._changed(name)))) # of the nearest recipe
     def __repr__(self): # the nearest recipe, and what to change in it
-        def changed(name, given): # settings that differ; those of `given` are changed first
-            made = _scaled(RECIPES[name], {k: getattr(self, k) for k in given})
-            return [k for k in SETTINGS if getattr(self, k) != getattr(made, k)]
-        name = min(RECIPES, key=lambda name: len(changed(name, [])))
-        given = [k for k in changed(name, []) if k not in (*_PARTS, 'log_every')]
-        while more := changed(name, given): given.append(more[0])
-        return f"get_recipe({', '.join([repr(name), *(f'{k}={getattr(self, k)!r}' for k in given)])})"
+        given = [k for k in self._changed(self.name) if k not in (*_PARTS, 'log_every')]
+        while more := self._changed(self.name, given): given.append(more[0])
+        return f"get_recipe({', '.join([repr(self.name), *(f'{k}={getattr(self, k)!r}' for k in given)])})"
     def minutes(self, steps: int) -> float: # of training
         "Rough time of training steps on two cores of a CPU."
         macs = self.n_layer * self.d_model * ( # per token

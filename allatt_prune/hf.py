@@ -13,13 +13,12 @@ from functools import partial
 from itertools import islice
 import torch, torch.nn.functional as F, transformers
 from einops import rearrange, reduce, repeat
-from tqdm import tqdm, trange
 from .hf_heads import (check, check_once, ends, masked, outputs, plain, remove_heads, shape,
                                    units_left)
 from .hf_models import KINDS, PRUNED, add_architecture, layers, unit_name, unit_rows, units_of, weight_rows
 from .importance import ADAPTERS, gradients, keep_mask, score, seeded
 from .model import wide
-from .progress import bar, shown
+from .progress import bar, say, shown
 from .repair import least_squares
 from .targets import Target, TargetGates
 from .timing import in_turns
@@ -87,6 +86,11 @@ def complete(model, x: Mapping, loss: Callable|None = None) -> dict: # batch; lo
         return x | dict(whole=outputs(model, x))
 
 # %% ../nbs/beyond/06_hf.ipynb #5b8e2f10
+_slow = partial(bar, delay=0) # a step may take seconds
+
+def _three(x): # significant digits
+    return f'{x:#.3g}'.rstrip('.') if 0 < abs(x) < 999.5 else f'{x:,.0f}'
+
 def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
     mask = x['attention_mask'] if 'input_ids' in x else torch.ones(shape)
     return mask.reshape(shape).bool()
@@ -112,7 +116,7 @@ class HFHeads:
         batches = [*islice(batches, most)]                     # at most so many
         if len({isinstance(x, Mapping) and 'labels' in x for x in batches}) > 1:
             raise ValueError('labels: only in some batches; give them in all or none')
-        self.batches = [complete(self.model, x, loss) for x in batches]
+        self.batches = [complete(self.model, x, loss) for x in bar(batches, 'outputs of the whole model')]
     def read(self):
         if self.batches: return self.batches
         raise ValueError(f'batches: empty, or a generator read before; give dicts with {self.main}')
@@ -124,7 +128,7 @@ class HFHeads:
         return (self.loss(model, x).reshape(1), torch.ones(1)) if self.loss else _losses(model, x)
     def losses(self, z=None): # as in `LMHeads`; one piece per example
         z = torch.ones(self.shape) if z is None else z
-        for x in bar(self.read(), 'gradients or losses'):
+        for x in _slow(self.read(), f'scoring {self.units}'):
             own = repeat(z, 'l h -> l n h', n=1 if self.loss else len(x[self.main]))
             yield *self.measured(x, own.repeat_interleave(self.count(x) // own.shape[1], 1)), own
     @torch.no_grad()
@@ -139,7 +143,7 @@ class HFHeads:
         return self.rows()
     @torch.no_grad()
     def watch(self, z, hook, parts): # read all batches; hook: of batch, row and units -> handle
-        for x in bar(self.read(), 'outputs'):
+        for x in _slow(self.read(), f"{'least squares,' if z is None else 'scoring'} {self.units}"):
             x = x | dict(logits_to_keep=torch.zeros(1, dtype=torch.long)) # of one token
             with ExitStack() as hooks:
                 for i, units in enumerate(parts):
@@ -162,7 +166,7 @@ class HFHeads:
         def hook(x, i, units): return units.attn.register_forward_hook(partial(see, x, i))
         try:
             self.model.set_attn_implementation('eager')
-            self.watch(z, hook, self.parts())
+            self.watch(torch.ones(self.shape) if z is None else z, hook, self.parts())
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         f = self.rows(model)[i].modules[-1]                    # no weight in a layer without heads
@@ -192,19 +196,18 @@ def train_gates(
     "Train gates that choose the units to remove. The weights do not change."
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
     if sparsity is None or not 0 < sparsity < 1: raise ValueError(f'sparsity={sparsity}: give a share between 0 and 1')
-    heads = HFHeads(model, batches, units, group, loss, steps)
+    with shown(progress): heads = HFHeads(model, batches, units, group, loss, steps)
     data, device, keep = heads.read(), heads.model.device, heads.units_left
     check_once(heads.model, KINDS[units], data[0])
     costs = heads.costs()
     choose = partial(keep_mask, sparsity=sparsity, costs=costs if units == 'both' else None)
-    gone = (choose(keep.float()) > keep).any()
-    if gone: raise ValueError(f'sparsity={sparsity}: more is gone already')
+    if (choose(keep.float()) > keep).any(): raise ValueError(f'sparsity={sparsity}: more is gone already')
     gates = TargetGates(*heads.shape, keep=0, scale=False).to(device) # the number is set at the end
     gates.log_alpha.data[~keep] = -100.                        # removed before
     penalty = Target(sparsity, steps // 4, lr / 8, weights=costs / costs.sum()).to(device)
     optimizer = torch.optim.Adam(gates.parameters(), lr, betas=(.9, .99))
     same, slopes = 0, 0.
-    with evaluating(heads.model), seeded(seed), shown(progress), bar(range(steps), 'gates') as turns:
+    with evaluating(heads.model), seeded(seed), shown(progress), _slow(range(steps), 'training gates') as turns:
         for step in turns:
             x = data[step % len(data)]
             z = torch.stack([gates() for _ in range(heads.count(x))], 1) # one draw per row
@@ -215,7 +218,7 @@ def train_gates(
             gates.log_alpha.grad = slope + torch.autograd.grad(penalty(gates, step), gates.log_alpha)[0]
             optimizer.step()
             slopes += slope.abs().sum()
-            turns.set_postfix_str(f'loss {task.item():.3f}', refresh=False)
+            turns.set_postfix_str(f'loss {_three(task.item())}', refresh=False)
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup: break
@@ -243,20 +246,20 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
 def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     own = held_out is None
     data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
-    name = 'relative squared distance' if 'whole' in data[0] else 'nats per label'
-    if heads.loss: name = 'own loss'
+    name = 'own loss' if heads.loss else 'relative squared distance' if 'whole' in data[0] else 'nats per label'
     @torch.no_grad()
     def lost(model):
-        with evaluating(model): return _mean(heads.lost(model, x) for x in bar(data, 'loss, before or after'))
+        which = 'whole' if model is heads.model else 'pruned'
+        with evaluating(model): return _mean(heads.lost(model, x) for x in _slow(data, f'loss of the {which} model'))
     on = 'batches that it was fitted to' if own else 'held-out batches'
-    return lambda a, b: f'{name} {a:.4g} -> {b:.4g} ({on}: {len(data)})', lost
+    return lambda a, b: f'{name} {_three(a)} -> {_three(b)} ({on}: {len(data)})', lost
 
 @torch.no_grad()
 def _speed(a, b, x): # two models, batch -> text
     n, unit = (x['attention_mask'].sum(), 'token') if 'input_ids' in x else (1, 'batch')
     with evaluating(a), evaluating(b):
         times = in_turns([partial(outputs, m, x) for m in (a, b)], repeats=3, warmup=1)
-    return ' -> '.join(f'{t.median / n:.3g}' for t in times) + f' ms per {unit}'
+    return ' -> '.join(_three(float(t.median / n)) for t in times) + f' ms per {unit}'
 
 def _note(model, *said): # add lines to its report
     model.config.report = '\n'.join([getattr(model.config, 'report', ''), *said]).strip()
@@ -274,10 +277,9 @@ def prune(
     held_out=None # batches for the loss in the report; None: up to 16 of those above
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons that matter least, and refit the others; or remove layers."
-    if units == 'both': raise ValueError('units=both: give neurons, heads or layers')
+    if units == 'both' or units not in KINDS: raise ValueError(f'units={units}: give neurons, heads or layers')
     whole, layered = _inside(model), units == 'layers'
-    heads = HFHeads(whole, batches, units, 1, loss)
-    text, lost = _judge(heads, held_out)
+    with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, units, 1, loss), held_out)
     cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
     total, name = heads.model.num_parameters(), unit_name(heads.model.config, units)
     n = share * total / cost                                   # units to remove, of average size
@@ -287,6 +289,7 @@ def prune(
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
     method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
+        say(f"scoring {units}, {'least squares (two bars), ' * (not layered)}loss of both models, timing: a bar each")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
@@ -307,10 +310,9 @@ def heal(
     net, whole = _inside(small), _inside(whole)
     if net.dtype.itemsize < 4: raise ValueError(f'small={net.dtype}: too coarse; give float32')
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
-    heads = HFHeads(whole, batches, 'layers', most=steps)
-    data, (text, lost) = heads.read(), _judge(heads, held_out)
-    optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=0.)
-    with evaluating(net), shown(progress), bar(range(steps), 'heal') as turns:
+    with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, 'layers', most=steps), held_out)
+    data, optimizer = heads.read(), torch.optim.AdamW(net.parameters(), lr, weight_decay=0.)
+    with evaluating(net), shown(progress), _slow(range(steps), 'healing') as turns:
         before = lost(net)
         for step in turns:
             optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
@@ -319,7 +321,7 @@ def heal(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            turns.set_postfix_str(f'loss {loss.item():.3f}', refresh=False)
+            turns.set_postfix_str(f'loss {_three(loss.item())}', refresh=False)
         _note(net, f'healed for {steps} steps: {text(before, lost(net))}')
     return small
 

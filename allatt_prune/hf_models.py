@@ -8,7 +8,7 @@ __all__ = ['ARCHITECTURES', 'PRUNED', 'KINDS', 'Architecture', 'architecture', '
            'pruned_class', 'add_architecture']
 
 # %% ../nbs/beyond/04_hf_models.ipynb #c3a873ca
-import dataclasses
+import dataclasses, re
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -309,12 +309,13 @@ class Pruned:
         cfg, name = self.config, type(self).__name__
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
         auto = next((auto for auto, c in cfg.models().items() if c is type(self)), odd)
-        source, n = cfg._name_or_path, dict(heads=n_heads(cfg), neurons=cfg.neuron_groups)
+        source, n = cfg._name_or_path or '', dict(heads=n_heads(cfg), neurons=cfg.neuron_groups)
         left = '; '.join(f'{[len(listed(x)) for x in kept]} of {n[kind]} {unit_name(cfg, kind)}'
                          for kind in n if (kept := getattr(cfg, f'kept_{kind}')))
-        link = '' if Path(source).exists() else f'base_model: {source}\n' # a folder, or no name
+        hub = re.fullmatch(r'([\w-][\w.-]*/)?([\w-][\w.-]*)', source) if not Path(source).exists() else None # no folder
+        link = f'base_model: {source}\n' if hub and hub[1] else ''
         about = '\n'.join([*(f'- {line}' for line in cfg.report.splitlines()), '', about]).strip()
-        return _CARD.format(name=Path(source).name or name, left=left, link=link, auto=auto, about=about)
+        return _CARD.format(name=hub[2] if hub else name.removeprefix('Pruned'), left=left, link=link, auto=auto, about=about)
 
 # %% ../nbs/beyond/04_hf_models.ipynb #12a117f4
 @cache

@@ -38,18 +38,17 @@ def shown(on: bool): # False: silent; True: as outside
 
 def bar(
     steps=None, name: str = '', total: int|None = None, # what to go through; what it is; number of steps
-    initial: int = 0, # steps done before
-    show: bool = True, leave: bool = False # False: silent; keep the full bar
+    initial: int = 0, leave: bool = False, # steps done before; keep the full bar
+    delay: float = 1 # seconds until a bar is shown; 0 where a step takes seconds
 ):
     "Go through `steps` and show how far it is. Without `steps`, call `update`."
-    silent = not (show and _shown.get()) or 'TQDM_DISABLE' in os.environ
+    silent = not _shown.get() or 'TQDM_DISABLE' in os.environ
     total = len(steps) if total is None and hasattr(steps, '__len__') else total
-    form = '{n_fmt} of {total_fmt}{postfix}, about {remaining} left' if total else '{n_fmt}{postfix}'
-    how = dict(desc=name, total=total, initial=initial, leave=leave, disable=silent,
-               unit_scale=(total or 0) > 10_000) # 12.3k
+    form = '{n:,} of {total:,}{postfix}, about {remaining} left' if total else '{n:,}{postfix}'
+    how = dict(desc=name, total=total, initial=initial, leave=leave, disable=silent)
     if not (NOTEBOOK or sys.stderr.isatty()):
         return Lines(steps, delay=5, mininterval=5, maxinterval=5, bar_format='{desc}: ' + form, **how)
-    return tqdm(steps, delay=1, bar_format='{desc}: {percentage:3.0f}%|{bar}| ' * bool(total) + form, **how)
+    return tqdm(steps, delay=delay, bar_format='{desc}: {percentage:3.0f}%|{bar}| ' * bool(total) + form, **how)
 
 def say(text: str):
     "Print a line in a notebook, where a log is not seen, unless progress is switched off."

@@ -12,6 +12,7 @@ from torch import Tensor
 from .gates import output_scale
 from .importance import exact, heads_of
 from .model import wide
+from .progress import bar
 from .training import evaluating
 
 # %% ../nbs/beyond/01_repair.ipynb #6d5be143
@@ -44,7 +45,7 @@ def least_squares(model, keep: Tensor, data):
     heads = heads_of(model, data)
     small, keep = heads.remove(keep), torch.as_tensor(keep).bool().cpu()
     rows = heads.stays(keep)
-    for i, G in gram(heads).items():
+    for i, G in bar(gram(heads).items(), 'least squares, layers'):
         stays = rows[i]
         (W, bias), (new, new_bias) = heads.projection(i), heads.projection(i, small)
         W, K = exact(W), stays.repeat_interleave(len(W) // len(stays)).to(W.device)

@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['lr_at', 'make_optimizers', 'l0_penalty', 'set_seed', 'multipliers', 'clip_gradients', 'diverged', 'same_modes',
            'check_vocab', 'train_steps', 'TrainState', 'record', 'told', 'train', 'Score', 'evaluating', 'check_ids',
-           'evaluate']
+           'coarse', 'evaluate']
 
 # %% ../nbs/method/04_train.ipynb #40bde7f0
-import hashlib, math
+import hashlib, math, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 import numpy as np, torch, torch.nn.functional as F
 from einops import rearrange
 from torch import nn, Tensor
-from .data import Corpus, DataError, Streams
+from .data import Corpus, DataError, Ids, Streams
 from .gates import lambda_at
 from .model import LM
 from .progress import bar, shown
@@ -222,25 +222,29 @@ def check_ids(model: LM, ids) -> np.ndarray: # a text as for `evaluate` -> the s
         raise ValueError(f'text={ids.min()} to {ids.max()}: the ids are 0 to {model.cfg.vocab - 1}')
     return ids
 
-@torch.no_grad()
+def coarse(n: int): # symbols; passages of 2,000 differ by 0.13 bits (standard deviation), as much as pruning costs
+    "Warn that the loss of a short text is coarse."
+    if n < 2_000: warnings.warn(f'text={n:,} symbols: so few give a coarse loss; give 2,000 or more', stacklevel=3)
+
 def evaluate(
     model: LM,
     ids, # token ids, 1-D integers; all but the first are predicted
     z: Tensor|None = None, # head multipliers (l h); None: all 1
     batch: int = 1, # streams; more is faster, but each starts without memory
     after: Callable|None = None, # called after every segment with its number of symbols
-    progress: bool = True # show a bar
+    progress: bool = True # show a bar, and warn of a short text
 ) -> Score: # nats per token
     "Mean negative log-likelihood of a text."
     if batch < 1: raise ValueError(f'batch={batch}: give 1 or more')
-    ids = torch.from_numpy(check_ids(model, ids).astype(np.int64))
-    n = len(ids) - 1
+    text = torch.from_numpy(check_ids(model, ids).astype(np.int64))
+    if progress and isinstance(ids, Ids): coarse(len(ids))     # of a corpus
+    n = len(text) - 1
     b = min(batch, n)
-    x, y = F.pad(ids[:-1], (0, -n % b)), F.pad(ids[1:], (0, -n % b), value=-100) # -100: ignored
+    x, y = F.pad(text[:-1], (0, -n % b)), F.pad(text[1:], (0, -n % b), value=-100) # -100: ignored
     x, y = (rearrange(a, '(b n) -> b n', b=b) for a in (x, y))
     step = max(512, model.cfg.seg_len) if model.cfg.mem_len else model.cfg.seg_len
     total, mems, device = 0., None, model.pos.device
-    with evaluating(model), shown(progress):
+    with torch.no_grad(), evaluating(model), shown(progress):
         read = model.attention.reader(model, z)
         for i in bar(range(0, x.shape[1], step), 'evaluation'):
             part, targets = x[:, i:i+step], y[:, i:i+step]

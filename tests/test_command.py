@@ -70,6 +70,9 @@ PRUNE = ['prune', 'good', *PRUNING, '--corpus', 'own.txt']
 REFUSED = [ # arguments, exit status, what the line must name
     ([], 2, 'required: command'), # syntax
     ([*RUN, '--prune-s', '2'], 2, 'unrecognized arguments: --prune-s'),
+    *((words, 2, f'; did you mean {meant}') for words, meant in ((['run', '--stesp=3'], '--steps'), (['run', '--n_layer', '3'], '--n-layer'), # misspelt
+        (['run', '--save_evry', '3'], '--save-every'), (['prune', 'good', '--stesp', '3'], '--gate-steps or --prune-steps'), (['evaluate', '--model', 'good'], 'MODEL'))),
+    (['evaluate', 'good', '--colour'], 2, 'unrecognized arguments: --colour'),
     ([*RUN, '--cutoffs', '3,x'], 2, '--cutoffs: invalid integers value'),
     (['prune'], 2, 'give a model or --resume'),
     (['prune', 'good', '--d-model', '64'], 2, 'unrecognized arguments: --d-model'),
@@ -170,12 +173,14 @@ def test_train_then_prune_then_run(folder):
     assert changed.stderr.startswith('allatt-prune: error: lam=0.1: t was made with 0.5')
 
 def test_a_model_that_comes_with_the_package(folder):
-    score = done(folder, *SCORE, 'tiny-books')
-    assert score.stderr == ''                                  # a short job says nothing
+    score, few = done(folder, *SCORE, 'tiny-books'), 'allatt-prune: warning: text=156 symbols: so few give a coarse loss; give 2,000 or more\n'
+    assert score.stderr == few                                 # and a short job shows no progress
+    assert done(folder, *SCORE, 'tiny-books', '--split', 'train').stderr == ''
     said = done(folder, 'prune', 'tiny-books', *SHORT, '--corpus', 'own.txt', '--lam', '5', '--control', '--run-dir', 'x')
     names = ['baseline', 'gated', 'pruned', 'control']
     assert [row[0] for row in rows(said.stdout)] == names
-    first, *more = [line.split(':')[0] for line in said.stderr.splitlines()] # short jobs say nothing
+    assert said.stderr.count(few) == 1
+    first, *more = [line.split(':')[0] for line in said.stderr.replace(few, '').splitlines()] # short jobs show no progress
     assert first == 'corpus=own.txt' and {*more} <= {'gated', 'control', 'timing', 'evaluation'}
     assert done(folder, 'evaluate', 'x/baseline', '--corpus', 'own.txt').stdout == score.stdout
     shutil.copytree(folder/'good', folder/'tiny-books') # a folder of that name comes first

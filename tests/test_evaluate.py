@@ -1,6 +1,8 @@
 "One number, whatever the number of streams and the length of segments."
+import warnings
 import pytest, torch
 from allatt_prune.engine.checkpoint import build
+from allatt_prune.engine.text import from_text
 from allatt_prune.model import LMConfig
 from allatt_prune.training import evaluate
 
@@ -32,3 +34,13 @@ def test_pieces_begin_without_memory():
     parts = [evaluate(model, part) for part in cut]
     assert abs(evaluate(model, ids, batch=2) - sum(parts) / 2) < 1e-12
     assert abs(evaluate(model, ids, batch=2) - evaluate(model, ids)) > 1e-6
+
+def test_the_loss_of_a_short_text_is_said_to_be_coarse():
+    text = from_text('one two buckle my shoe ' * 2_000)
+    model = make(vocab=len(text.vocab), cutoffs=[])[0]
+    with pytest.warns(UserWarning, match='^text=1,997 symbols: so few give a coarse loss') as said:
+        evaluate(model, text.test[:1997])
+    assert len(said) == 1 and said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        evaluate(model, text.test[:2000]), evaluate(model, text.test[:1998], progress=False)

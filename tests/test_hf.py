@@ -470,6 +470,17 @@ def test_a_card_counts_groups_as_groups(tmp_path):
     size, n = whole.config.num_attention_heads // keep.shape[1], keep.shape[1]
     assert size > 1 and f'of {n} groups of {size} heads' in (tmp_path/'README.md').read_text()
 
+@pytest.mark.parametrize('source,title,linked', [('someone/tiny-bert', 'tiny-bert', True), ('bert-base-uncased', 'bert-base-uncased', False), ('', 'BertModel', False),
+                                                 ('own', 'BertModel', False), ('/gone/own', 'BertModel', False), ('../own/model', 'BertModel', False)])
+def test_a_card_names_the_model_that_was_pruned(source, title, linked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'own').mkdir()
+    small = hf.remove_heads(made('bert', task=''), KEEP)
+    small.config._name_or_path = source
+    small.save_pretrained('small')
+    front, rest = (tmp_path/'small/README.md').read_text().removeprefix('---\n').split('---\n', 1)
+    assert rest.startswith(f'# {title}, pruned\n') and front.splitlines() == ['library_name: transformers'] + [f'base_model: {source}'] * linked
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_padding_changes_nothing(kind): # on either side, or none
     model = made(kind, task='CausalLM' if kind in DECODERS else 'MaskedLM')

@@ -1,9 +1,9 @@
 "Single neurons, whole layers, repair, `prune` and `heal` of Hugging Face models."
-import copy, subprocess, sys
+import copy, re, subprocess, sys
 import pytest, torch
 transformers = pytest.importorskip('transformers')
 from torch.nn.functional import pad
-from allatt_prune import hf, hf_models, importance
+from allatt_prune import hf, hf_models, importance, progress, repair, timing
 from allatt_prune.importance import keep_mask, score
 from allatt_prune.repair import least_squares
 from test_hf import BATCH, DECODERS, IDS, KINDS, PAD, each_loss, for_scores, hidden, made, plain_loop
@@ -255,6 +255,8 @@ def test_prune_removes_a_share_of_all_parameters(kind):
         if 'at most' in said: most = float(str(e.value).split('at most ')[1].split(',')[0])
     assert hf.prune(model, batches, most).num_parameters() < model.num_parameters() # as promised
 
+def three(x): return f'{x:#.3g}' # significant digits
+
 def label_loss(model, data): # nats per label, by its definition
     with torch.no_grad(): losses = [each_loss('CausalLM' if model.config.model_type.endswith(tuple(DECODERS)) else '', model(**x), x) for x in data]
     return float(torch.stack(sum(losses, [])).mean())
@@ -270,29 +272,55 @@ def test_the_report_says_what_was_removed_and_lost(kind, units, tmp_path):
     lost = label_loss(small, [judge])
     counts, losses, ms = small.config.report.splitlines()
     assert counts == f'{gone} of {left.sum()} {name} removed: {model.num_parameters():,} -> {small.num_parameters():,} parameters'
-    assert losses == f'nats per label {label_loss(model, [judge]):.4g} -> {lost:.4g} (held-out batches: 1)'
-    assert ms.endswith(' ms per token') and all(0 < float(t) < 100 for t in ms.removesuffix(' ms per token').split(' -> '))
+    assert losses == f'nats per label {three(label_loss(model, [judge]))} -> {three(lost)} (held-out batches: 1)'
+    assert ms.endswith(' ms per token') and all(t == three(float(t)) and 0 < float(t) < 100 for t in ms.removesuffix(' ms per token').split(' -> '))
     hf.heal(small, model, [x], 3, held_out=judge)
-    assert small.config.report.splitlines()[3] == f'healed for 3 steps: nats per label {lost:.4g} -> {label_loss(small, [judge]):.4g} (held-out batches: 1)'
+    assert small.config.report.splitlines()[3] == f'healed for 3 steps: nats per label {three(lost)} -> {three(label_loss(small, [judge]))} (held-out batches: 1)'
     small.save_pretrained(tmp_path)
     again = type(small).from_pretrained(tmp_path)
     assert again.config.report == small.config.report and not getattr(model.config, 'report', '')
     if units != 'layers': assert all(f'- {line}' in (tmp_path/'README.md').read_text() for line in small.config.report.splitlines())
     other = hf.prune(again, [x, judge], .03, 'neurons') # the report goes on
     assert other.config.report.startswith(small.config.report) and len(other.config.report.splitlines()) == 7
-    assert f'-> {label_loss(other, [x, judge]):.4g} (batches that it was fitted to: 2)' in other.config.report
+    assert f'-> {three(label_loss(other, [x, judge]))} (batches that it was fitted to: 2)' in other.config.report
 
 def test_the_report_of_an_encoder_and_of_an_own_loss():
     model, batches = for_scores('bert')
     def loss(model, x): return model(input_ids=x['input_ids'], attention_mask=x['attention_mask'], labels=x['labels']).loss
     small = hf.prune(model, batches, .1, loss=loss)
     with torch.no_grad(): a, b = (sum(float(loss(net, x)) for x in batches) / 2 for net in (model, small))
-    assert f'own loss {a:.4g} -> {b:.4g} (batches that it was fitted to: 2)' in small.config.report
+    assert f'own loss {three(a)} -> {three(b)} (batches that it was fitted to: 2)' in small.config.report
     model, x = model.base_model, {k: v for k, v in batches[0].items() if k != 'labels'}
     small = hf.prune(model, x, .1)
     a, b = hidden(model), hidden(small)
     want = ((a - b).square().sum(1) / a.square().sum(1)).mean() # over tokens
-    assert f'relative squared distance 0 -> {want:.4g} (batches that it was fitted to: 1)' in small.config.report
+    assert f'relative squared distance 0 -> {three(want)} (batches that it was fitted to: 1)' in small.config.report
+
+@pytest.mark.parametrize('scale,said', [(1000., r'1,\d{3}'), (1e5, r'\d{3},\d{3}'), (1e-3, r'0\.00\d{3}')])
+def test_a_report_has_three_digits_of_any_size(scale, said):
+    model, batches = for_scores('bert')
+    def loss(model, x): return scale * (1.2 + 0 * model(input_ids=x['input_ids']).logits.mean() + model(input_ids=x['input_ids']).logits[0, 0] * .01)
+    assert re.search(f'own loss {said} -> {said} ', hf.prune(model, batches, .1, loss=loss).config.report)
+
+def test_units_that_prune_does_not_know():
+    model, batches = for_scores('bert')
+    for units in ('head', 'both', 'Neurons'):
+        with pytest.raises(ValueError, match=f'^units={units}: give neurons, heads or layers$'): hf.prune(model, batches, .1, units)
+
+def test_each_bar_says_what_is_done(monkeypatch):
+    seen = []
+    def bar(steps, name, *args, **how):
+        seen.append(name)
+        return progress.bar(steps, name, *args, **how)
+    for module in (hf, repair, timing): monkeypatch.setattr(module, 'bar', bar)
+    monkeypatch.setattr(hf, '_slow', bar)
+    model, batches = for_scores('bert')
+    rest = ['loss of the whole model', 'loss of the pruned model', 'timing']
+    for net, x, units in ((model, batches, 'neurons'), (model, batches, 'layers'), (model.base_model, [dict(input_ids=IDS)], 'heads')):
+        seen.clear()
+        hf.prune(net, x, .2 if units == 'layers' else .06, units)
+        fit = [f'least squares, {units}', 'least squares, layers'] if units != 'layers' else []
+        assert seen == ['outputs of the whole model', f'scoring {units}', *fit, *rest]
 
 WRONG = (([], 'batches: empty'), (iter([]), 'batches: empty'), (None, 'batches: empty'), (['a text'], 'batches=str: give dicts'), ('a text', 'batches=str: give dicts'),
          (IDS, 'batches=Tensor: give dicts'), (IDS.tolist(), 'batches=list: give dicts'), ([1, 2], 'batches=int: give dicts'), (dict(ids=IDS), 'batches=dict: .*with input_ids'),

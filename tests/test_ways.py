@@ -1,7 +1,7 @@
 "Every way to choose heads meets the share that is asked for, at every seed, through interruptions."
 from dataclasses import replace
 import pytest, torch
-from allatt_prune.config import get_recipe
+from allatt_prune.config import RECIPES, SETTINGS, get_recipe
 from allatt_prune.engine import resume
 from allatt_prune.engine.corpora import load_corpus
 from allatt_prune.engine.run import Way, run, way
@@ -99,3 +99,11 @@ def test_gates_of_another_kind_go_the_whole_way(tmp_path):
     heads = {x['model']: x['heads'] for x in rows}
     assert 0 < heads['gated'] == heads['pruned'] < heads['control'] == 12
     assert run(TOY, None, tmp_path/'run', way=plain, resume=True) == rows
+
+def test_a_run_without_a_folder_takes_the_name_of_its_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = {k: getattr(TOY, k) for k in SETTINGS if getattr(TOY, k) != getattr(RECIPES['tiny'], k)}
+    for recipe, name, changes in (('best', 'best', short), (TOY, 'tiny', {})):
+        rows = run(recipe, 'pydocs', models=('baseline',), **changes)
+        assert str(rows.run_dir) == f'runs/{name}'
+        assert run(recipe, 'pydocs', models=('baseline',), resume=True, **changes) == rows

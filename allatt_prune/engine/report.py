@@ -50,7 +50,8 @@ def measure(
 # %% ../../nbs/engine/07_report.ipynb #0c684946
 def markdown(head: list, rows: list[list], text: int = 1) -> str: # left-aligned columns
     "Format a Markdown table."
-    def line(cells): return '|' + ''.join(f' {c} |' if f'{c}' else ' |' for c in cells)
+    def cell(x): return f'{x}'.replace('|', r'\|').replace('\n', ' ') # as in names of files
+    def line(cells): return '|' + ''.join(f' {c} |' if c else ' |' for c in map(cell, cells))
     return '\n'.join([line(head), '|' + '---|'*text + '---:|'*(len(head) - text), *map(line, rows)])
 
 LEGEND = dict(gated='closed heads are multiplied by 0', control='all heads, trained as long',

@@ -112,7 +112,7 @@ def _look(s, phase, records, r, corpus, stop): # record and validate, if due -> 
     if not valid or 'valid' in records[-1]: return False
     with torch.no_grad(): z = None if s.gates is None else s.gates.eval()()
     with suppress(Stopped):                                    # `stop` ends it; resuming does it again
-        loss = evaluate(s.model, corpus.valid[:r.eval_tokens or None], z, r.batch, after=stop)
+        loss = evaluate(s.model, np.asarray(corpus.valid)[:r.eval_tokens or None], z, r.batch, after=stop)
         records[-1]['valid'] = float(loss)
     return True
 

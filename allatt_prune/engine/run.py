@@ -28,6 +28,7 @@ from ..gates import HeadGates
 from ..importance import METHODS, keep_mask, score, tokens_needed
 from ..repair import REPAIRS
 from ..targets import Target, TargetGates
+from ..training import coarse
 
 # %% ../../nbs/engine/08_run.ipynb #45e0859a
 @dataclass
@@ -172,23 +173,16 @@ def _begin(run_dir, baseline, files): # create a run directory with its first fi
             checkpoint.save(tmp/'baseline', config, **parts)
 
 def run(
-    recipe: Recipe|str,
-    corpus: str|None = None, # None: the recipe's
-    run_dir: str|Path = 'runs/tiny',
-    device: str = 'auto',
-    cache: str|None = None,
-    *, resume: bool = False,
-    models: tuple = MODELS,
-    baseline: str|Path|None = None, # None: train one
-    way: Callable = way,
-    progress: bool = True,
-    **settings
+    recipe: Recipe|str, corpus: str|None = None, run_dir: str|Path|None = None,
+    device: str = 'auto', cache: str|None = None,
+    *, resume: bool = False, models: tuple = MODELS, baseline: str|Path|None = None,
+    way: Callable = way, progress: bool = True, **settings
 ) -> Result: # rows of the table; a notebook shows the report
     """Train, prune, evaluate and time into a run directory. Raises `Stopped` after a signal.
 
     recipe: all settings, from `get_recipe`; or its name, like tiny
-    corpus: name or path of a text, in place of the recipe's
-    run_dir: new folder for models and report; with `resume`, that of the run
+    corpus: name or path of a text; None: the recipe's
+    run_dir: new folder for models and report; with `resume`, that of the run; None: runs/ and the recipe's name
     device: auto, cpu, cuda or cuda:N
     cache: folder for prepared texts
     resume: continue the run in `run_dir`, or give the result of a finished one
@@ -198,7 +192,8 @@ def run(
     progress: show bars
     settings: settings of the recipe to change, like steps=300
     """
-    run_dir, device, world = Path(run_dir), pick_device(device), Processes()
+    run_dir = Path(run_dir or f'runs/{recipe if isinstance(recipe, str) else recipe.name}')
+    device, world = pick_device(device), Processes()
     recipe = get_recipe(recipe, **settings) if isinstance(recipe, str) else adjusted(recipe, **settings)
     recipe = replace(recipe, corpus=recipe.corpus if corpus is None else corpus)
     mine = way(recipe)                                         # checks the recipe
@@ -223,6 +218,7 @@ def run(
         files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'plan.json': plan | dict(models=models)}
         if not resume: _begin(run_dir, baseline, files)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
+        coarse(len(text.test[:recipe.eval_tokens or None]))
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
