@@ -157,7 +157,7 @@ def test_the_terminal_goes_away(world): # SIGHUP, and nothing can be printed any
     def own(): # the terminal, and the signal
         fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     options = [x for k, v in dict(SMALL, corpus='long.txt', steps=10**6, valid_every=0, save_every=0).items() for x in (f"--{k.replace('_', '-')}", str(v))]
-    job = subprocess.Popen(shell(*options, '--run-dir', 'hung'), stdin=slave, stdout=slave, stderr=slave, env=os.environ | dict(OMP_NUM_THREADS='1'),
+    job = subprocess.Popen(shell(*options, '--run-dir', 'hung'), stdin=slave, stdout=slave, stderr=slave, env={k: v for k, v in os.environ.items() if k != 'TQDM_DISABLE'} | dict(OMP_NUM_THREADS='1'),
                            start_new_session=True, preexec_fn=own)
     os.close(slave)
     seen = b''
