@@ -158,14 +158,15 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     def bits(arm): return passage_bits([result(f'verdicts/{arm}-0.08-{seed}')['models']['pruned']['passages']['test'] for seed in range(3)])
     def lost(m): return nats(m).mean() - np.mean(parts['whole']['runs'][0]['test'])
     def cut(files, how='nothing', text='test'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks, mean of the files
-        return np.mean([result(f'pretrained/{x}')[how][text] for x in files]) - np.mean(result('pretrained/neurons/whole')[text])
+        return losses(files, how, text).mean() - np.mean(result('pretrained/neurons/whole')[text])
+    def losses(files, how, text='test'): return np.array([result(f'pretrained/{x}')[how][text] for x in files])
     ours, llm_pruner = ['neurons/fisher-sorted16-0.1', 'healed/ours-1', 'healed/ours-2'], [f'healed/llm_pruner-{n}' for n in range(3)]
     mixture = ['healed/neurons-mixture']
 
     after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
     neurons = '`hf.prune`, which removes neurons', (
         f"without 10 % of the parameters of its blocks SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats after least squares "
-        f"(LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}; three seeds), with gates on heads and neurons {cut(['neurons/both-0.1'], 'least_squares'):.2f}, "
+        f"(LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; three seeds), with gates on heads and neurons {cut(['neurons/both-0.1'], 'least_squares'):.2f}, "
         f"without three whole layers {cut(['neurons/layers-0.1']):.2f}; give text of each kind that it will read: on Python's reference it loses "
         f"{cut(ours, 'least_squares', 'docs'):.2f} if it saw WikiText only, {cut(mixture, 'before', 'docs'):.2f} with a mixture "
         f"that holds docstrings, which loses {cut(mixture, 'before'):.2f} on WikiText (one seed)")
