@@ -166,7 +166,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
     neurons = '`hf.prune`, which removes neurons', (
         f"without 10 % of the parameters of its blocks SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats after least squares "
-        f"(LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; three seeds), with gates on heads and neurons {cut(['neurons/both-0.1'], 'least_squares'):.2f}, "
+        f"(LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; three seeds), with gates on heads and neurons {cut(['neurons/both-0.1'], 'least_squares'):.2f} (one seed), "
         f"without three whole layers {cut(['neurons/layers-0.1']):.2f}; give text of each kind that it will read: on Python's reference it loses "
         f"{cut(ours, 'least_squares', 'docs'):.2f} if it saw WikiText only, {cut(mixture, 'before', 'docs'):.2f} with a mixture "
         f"that holds docstrings, which loses {cut(mixture, 'before'):.2f} on WikiText (one seed)")
@@ -174,17 +174,17 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
     if brief: return markdown(['my model', 'use', 'because'], [
-        ['All-attention, trained here', '*leave_one_out*, then fine-tune',
+        ['All-attention, trained here', '*leave_one_out*, then fine-tune; on words *rewound* if you have minutes',
          f"on characters, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} (after 1,500 steps of fine-tuning); "
          f"on words *leave_one_out* costs {less(b, 'leave_one_out')} on test text, {less(b, 'leave_one_out', 'valid')} on validation text, gates whose "
          f"weights are set back (*rewound*) {less(b, 'rewound')} and {less(b, 'rewound', 'valid')} ({choice})"],
         ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; {pretrained}'],
         ['a decoder from transformers, to remove heads', seconds('gradient'),
          f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
-         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference')}, but it takes {minutes}; before fine-tuning; {pretrained})"],
+         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference on this text')}, but it takes {minutes}; before fine-tuning; {pretrained})"],
         ['an encoder, to remove heads', seconds('output_difference'),
          f"without half of MiniLM's heads, the cosine to the whole model is {cosine('gates').mean():.3f} with gates, {cosine('leave_one_out').mean():.3f} with *leave_one_out* and "
-         f"{cosine('output_difference').mean():.3f} with *output_difference*{unclear(cosine('gates') - cosine('output_difference'), ' (no clear differences)')}, {cosine('random').mean():.3f} with random heads ({pretrained})"]], text=3)
+         f"{cosine('output_difference').mean():.3f} with *output_difference*{unclear(cosine('gates') - cosine('output_difference'), ' (no clear difference to gates)')}, {cosine('random').mean():.3f} with random heads ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
