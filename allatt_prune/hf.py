@@ -109,6 +109,7 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
     def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # number of batches
+        if not isinstance(model, torch.nn.Module): raise ValueError(f'model={model!r}: give a model, as from AutoModel.from_pretrained')
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
         self.units_left = units_left(self.model, units, self.shape[1]) # (l n)

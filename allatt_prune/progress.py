@@ -51,5 +51,5 @@ def bar(
     return tqdm(steps, delay=delay, bar_format='{desc}: {percentage:3.0f}%|{bar}| ' * bool(total) + form, **how)
 
 def say(text: str):
-    "Print a line in a notebook, where a log is not seen, unless progress is switched off."
-    if NOTEBOOK and _shown.get() and 'TQDM_DISABLE' not in os.environ: print(text)
+    "Print a line in a notebook, where a log is not seen, or log it, unless progress is switched off."
+    if _shown.get() and 'TQDM_DISABLE' not in os.environ: (print if NOTEBOOK else LOG.info)(text)

@@ -26,7 +26,7 @@ def in_turns(
 ) -> list[Timing]:
     "Time several jobs in turns, each once per round, after two untimed runs."
     timers = [Timer('job()', globals=dict(job=job), num_threads=torch.get_num_threads()) for job in jobs]
-    ms = [timer.timeit(1).median * 1e3 for timer in bar(timers * (warmup + repeats), 'timing', delay=0)]
+    ms = [timer.timeit(1).median * 1e3 for timer in bar(timers * (warmup + repeats), 'timing, passes', delay=0)]
     return [Timing(ms[len(jobs)*warmup + i::len(jobs)]) for i in range(len(jobs))]
 
 # %% ../nbs/method/07_timing.ipynb #fe37bedc

@@ -180,8 +180,9 @@ def test_a_model_that_comes_with_the_package(folder):
     names = ['baseline', 'gated', 'pruned', 'control']
     assert [row[0] for row in rows(said.stdout)] == names
     assert said.stderr.count(few) == 1
-    first, *more = [line.split(':')[0] for line in said.stderr.replace(few, '').splitlines()] # short jobs show no progress
-    assert first == 'corpus=own.txt' and {*more} <= {'gated', 'control', 'timing', 'evaluation'}
+    first, plan, *more = said.stderr.replace(few, '').splitlines() # short jobs show no progress
+    assert first.startswith('corpus=own.txt: ') and plan.startswith('pruned ') and plan.endswith(' on a CPU')
+    assert {line.split(':')[0].split(' ')[0].strip(',') for line in more} <= {'gated', 'control', 'timing', 'evaluation'}
     assert done(folder, 'evaluate', 'x/baseline', '--corpus', 'own.txt').stdout == score.stdout
     shutil.copytree(folder/'good', folder/'tiny-books') # a folder of that name comes first
     assert done(folder, *SCORE, 'tiny-books').stdout == done(folder, *SCORE, 'good').stdout != score.stdout

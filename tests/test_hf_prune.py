@@ -315,7 +315,7 @@ def test_each_bar_says_what_is_done(monkeypatch):
     for module in (hf, repair, timing): monkeypatch.setattr(module, 'bar', bar)
     monkeypatch.setattr(hf, '_slow', bar)
     model, batches = for_scores('bert')
-    rest = ['loss of the whole model', 'loss of the pruned model', 'timing']
+    rest = ['loss of the whole model', 'loss of the pruned model', 'timing, passes']
     for net, x, units in ((model, batches, 'neurons'), (model, batches, 'layers'), (model.base_model, [dict(input_ids=IDS)], 'heads')):
         seen.clear()
         hf.prune(net, x, .2 if units == 'layers' else .06, units)

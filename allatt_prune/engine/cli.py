@@ -76,7 +76,7 @@ def _train(args): # run, train and prune
         rows = run.run(recipe, None, run_dir, device, args.cache, resume=args.resume, models=models,
                        baseline=baseline)
     if not rows: return                                        # only the first process prints
-    told = report.summary(rows), report.table(rows), report.legend(rows), f'figure: {run_dir}/report.png\nreport: {run_dir}/report.md'
+    told = report.summary(rows), report.table(rows), report.legend(rows), f'figure: {run_dir}/report.png\nreport: {run_dir}/report.md\nmodel: {rows.model}'
     print(*filter(None, told), sep='\n\n')
 
 # %% ../../nbs/engine/09_cli.ipynb #7228b77b

@@ -37,7 +37,7 @@ def measure(
     text = torch.from_numpy(np.resize(corpus.train[:shape[0]*shape[1]], shape).astype(np.int64))
     times = in_turns([segment_job(m, text[:, :-1], z, text[:, -cfg.seg_len:]) for m, z in zip(nets, zs)])
     splits = [ids[:eval_tokens or None] for ids in (corpus.valid, corpus.test)]
-    with bar(None, 'evaluation, symbols', len(nets) * sum(len(ids) - 1 for ids in splits)) as read:
+    with bar(None, f'evaluation of {len(nets)} models, symbols', len(nets) * sum(len(ids) - 1 for ids in splits)) as read:
         for name, m, z, t in zip(names, nets, zs, times):
             valid, test = (evaluate(m, ids, z, after=read.update, progress=False).as_usual(unit) for ids in splits)
             heads = sum(m.cfg.layer_heads) if z is None else int((z != 0).sum())
@@ -115,11 +115,17 @@ class Result(list):
         super().__init__(rows)
         self.run_dir = Path(run_dir)
     def __repr__(self): return f'{summary(self)}\n\n{table(self)}\n\nreport: {self.run_dir}/report.md'
+    @property
+    def model(self) -> Path: # pruned, or the last one
+        "Folder of the model."
+        names = [r['model'] for r in self]
+        return self.run_dir/('pruned' if 'pruned' in names else names[-1])
     def _ipython_display_(self): # without the title
         from IPython.display import Image, Markdown, display
         report = (self.run_dir/'report.md').read_text(encoding='utf-8').partition('\n\n')[2]
         before, there, after = report.partition(PICTURE)
         display(Markdown(before), *([Image(self.run_dir/'report.png')] if there else []), Markdown(after))
+        print(f"Files: {self.run_dir}. LM.from_pretrained('{self.model}') opens the model.")
 
 PICTURE = '![loss of each model, gates, and heads that stay](report.png)'
 

@@ -231,7 +231,9 @@ def run(
         todo = {name: recipe.steps if name == 'baseline' else recipe.prune_steps for name in models
                 if not (run_dir/name).exists() and (name != 'pruned' or mine.choose)}
         minutes = round(recipe.minutes(sum(todo.values())) + .5)
-        stages = [f'heads by {recipe.method}'] * bool(mine.choose) + [f'{k} {n:,} steps' for k, n in todo.items()]
+        first = {'gated': f', gates in the first {recipe.gate_steps:,}'}
+        stages = [f'heads by {recipe.method}'] * bool(mine.choose) + [
+            f"{'pruned' if k in first else k} {n:,} steps{first.get(k, '')}" for k, n in todo.items()]
         say(f"{', '.join(stages)}, then times and losses: roughly {minutes} minute{'s' * (minutes > 1)} on a CPU")
         found, z, keep = _pipeline(models, recipe, text, run_dir, device, mine)
         if world.rank: return Result([], run_dir)

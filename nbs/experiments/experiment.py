@@ -13,7 +13,7 @@ from allatt_prune.config import Recipe
 
 SMALL = dict(corpus='pydocs', n_layer=1, d_model=32, n_persistent=16, seg_len=16, mem_len=16, batch=8,
              steps=20, warmup=2, prune_steps=20, prune_warmup=2, gate_steps=15, gate_lr=.3, lam_warmup=2,
-             eval_tokens=1000)
+             eval_tokens=2000)
 
 def outcome(run_dir: str|Path) -> dict: # its report; curves: step, loss, expected open heads; final pi
     "Summary of a finished run."
