@@ -149,7 +149,7 @@ def rows(said): # of the table that a command prints
 def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     for name in ('a', 'b'):
         said = done(folder, *OWN, '--run-dir', name).stdout
-        assert said.startswith('Pruned ') and said.endswith(f'report: {name}/report.md\n')
+        assert said.startswith('Pruned ') and said.endswith(f'report: {name}/report.md\nmodel: {name}/pruned\n')
     heads, told = [sum(layer) for layer in report(folder, 'a')['keep']], (folder/'a'/'report.md').read_text()
     assert f'\n| heads of each layer | {heads} |\n' in told
     assert f"\n| command | allatt-prune {' '.join(OWN)} --run-dir a |\n" in told
@@ -164,7 +164,7 @@ def test_run_twice_gives_the_same_files_and_never_overwrites(folder):
     assert [strict(line)['step'] for line in (folder/'a'/'metrics.jsonl').read_text().splitlines()] == [5, 10, 12] * 3
 
 def test_train_then_prune_then_run(folder):
-    assert done(folder, 'train', *OWN[1:], '--run-dir', 't').stdout.endswith('report: t/report.md\n')
+    assert done(folder, 'train', *OWN[1:], '--run-dir', 't').stdout.endswith('report: t/report.md\nmodel: t/baseline\n')
     said = done(folder, 'prune', 't', '--run-dir', 'p', '--lam', '0.4').stdout
     assert '| control' not in said and '| pruned' in said and report(folder, 'p')['recipe']['lam'] == .4
     for job, d, rows in (('run', 't', 4), ('prune', 'p', 3), ('run', 'p', 4)): # train goes on as run
