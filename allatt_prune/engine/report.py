@@ -125,7 +125,7 @@ class Result(list):
         report = (self.run_dir/'report.md').read_text(encoding='utf-8').partition('\n\n')[2]
         before, there, after = report.partition(PICTURE)
         display(Markdown(before), *([Image(self.run_dir/'report.png')] if there else []), Markdown(after))
-        print(f"Files: {self.run_dir}. LM.from_pretrained('{self.model}') opens the model.")
+        if not self.run_dir.is_absolute(): print(f"Files: {self.run_dir}. LM.from_pretrained('{self.model}') opens the model.")
 
 PICTURE = '![loss of each model, gates, and heads that stay](report.png)'
 
