@@ -167,8 +167,8 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     neurons = '`hf.prune`, which removes neurons', (
         f"without 10 % of the parameters of its blocks SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats after least squares "
         f"(LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; three seeds), with gates on heads and neurons {cut(['neurons/both-0.1'], 'least_squares'):.2f} (one seed), "
-        f"without three whole layers {cut(['neurons/layers-0.1']):.2f}; give text of each kind that it will read: on Python's reference it loses "
-        f"{cut(ours, 'least_squares', 'docs'):.2f} if it saw WikiText only, {cut(mixture, 'before', 'docs'):.2f} with a mixture "
+        f"without three whole layers {cut(['neurons/layers-0.1']):.2f} (as removed, neurons {cut(ours):.2f}); give text of each kind that it will read: on Python's reference it loses "
+        f"{cut(ours[:1], 'least_squares', 'docs'):.2f} if it saw WikiText only, {cut(mixture, 'before', 'docs'):.2f} with a mixture "
         f"that holds docstrings, which loses {cut(mixture, 'before'):.2f} on WikiText (one seed)")
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
