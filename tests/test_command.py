@@ -305,3 +305,8 @@ def test_words_with_an_adaptive_softmax(folder):
     row = next(r for r in report(folder, 'w')['rows'] if r['model'] == 'pruned')
     assert f"perplexity {row['test']:.2f} over {row['tokens'][1]:,} tokens" in again
     assert done(folder, 'sample', 'w', '--prompt', 'one two', '--n', '1').stdout.startswith('one two ')
+
+def test_help_names_every_score(tmp_path):
+    from allatt_prune.importance import METHODS
+    words = {*re.findall(r'\w+', done(tmp_path, 'score', '--help').stdout.partition('--method str')[2].partition('(default')[0])}
+    assert words == {*METHODS, 'or'}
