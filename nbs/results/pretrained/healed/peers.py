@@ -14,6 +14,7 @@ Criteria of others are written from their formulas and choose among single neuro
 - wanda_sp: norm of a neuron times the absolute sum of its output weights, uniform.
 - magnitude: norm of a neuron's weights.
 - torch_pruning: GroupTaylorImportance, channels of the MLPs, uniform.
+- whole_tuned, ours_tuned: the whole model, and ours after least squares, tuned on the text itself for as many steps: the control of tuning.
 - gates: heads and groups of 64 neighbouring neurons (../../pretrained.json, both-both). layers: `hf.prune(units='layers')`, as ShortGPT.
 
 Predictions, written before the runs (nats lost on WikiText, as removed / after least squares / healed): ours .19 / .124 / .11, llm_pruner .23 / .155 /
@@ -119,6 +120,23 @@ class Arms:
         part = json.loads(PARTS.read_text())['parts'][f'both-both-{self.seed}']
         small = hf.remove_heads(self.whole, torch.tensor(part['runs'][0]['keep']), units='both')
         return self.about(small, dict(choose=part['seconds']), True)
+    def tuned(self, small): # on the text itself, with the schedule of `hf.heal`
+        optimizer = torch.optim.AdamW(small.parameters(), lr := RATES[self.steps], weight_decay=0.)
+        small.get_input_embeddings().requires_grad_(False)
+        def tune():
+            for step in range(self.steps):
+                optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 20) * (1 - step / self.steps)
+                x = self.tune[step % len(self.tune)]
+                with torch.autocast('cpu', torch.bfloat16): loss = small(**x).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        _, seconds = timed(tune)
+        return self.about(small, dict(tune=seconds), False, tuned=self.judged(small.bfloat16()))
+    def whole_tuned(self): return self.tuned(smollm2(torch.float32)[0])
+    def ours_tuned(self):
+        keep = keep_mask(self.ours(), SHARE, multiple=16)
+        return self.tuned(repair.least_squares(hf.HFHeads(self.whole, self.read, 'neurons', 1), keep, None).to(torch.float32))
     def layers(self):
         x, seconds = timed(score, hf.HFHeads(self.whole, self.few, 'layers'), None, hf.influence)
         keep = keep_mask(x, .1)
@@ -132,6 +150,8 @@ def plan(arms): # the most telling first
     yield 'gates', arms.gates
     yield 'torch_pruning', arms.torch_pruning
     yield 'flap', lambda: arms.neurons(arms.flap, before=arms.steps == 30)
+    yield 'whole_tuned', arms.whole_tuned
+    yield 'ours_tuned', arms.ours_tuned
     yield 'wanda_sp', lambda: arms.neurons(arms.wanda_sp, heal=False, uniform=True)
     yield 'magnitude', lambda: arms.neurons(arms.magnitude, heal=False)
 
@@ -144,4 +164,4 @@ if __name__ == '__main__':
         if not fnmatch(name, only): continue
         found = recorded(folder/f'{name}-{seed}{"" if steps == 30 else f"-{steps}"}.json', f, __file__, (arms.test, arms.docs))
         print(time.strftime('%H:%M'), name, {k: [round(float(np.mean(x)), 4) for x in found[k].values()]
-                                             for k in ('nothing', 'least_squares', 'healed') if k in found}, flush=True)
+                                             for k in ('nothing', 'least_squares', 'healed', 'tuned') if k in found}, flush=True)
