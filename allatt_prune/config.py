@@ -34,7 +34,7 @@ def checked(name: str, kind: type, x): # setting, its type, value -> value of th
     if name == 'n_layer': high = 2**16                         # there is a list of the layers
     if type(x) in (int, float) and not low <= x <= high:
         raise ValueError(f'{name}={reprlib.repr(x)}: give {low} ' + (f'to {high}' if high < 2**63 - 1 else 'or more'))
-    if x not in CHOICES.get(name, [x]): raise ValueError(f'{name}={x}: give one of {CHOICES[name]}')
+    if x not in CHOICES.get(name, [x]): raise ValueError(f"{name}={x}: give one of {', '.join(filter(None, CHOICES[name]))}")
     return x
 
 @dataclass
@@ -101,7 +101,7 @@ class Recipe(LMConfig):
     output_scale: bool = True # scale outputs by s_g, equation 3
     method: str = 'gates' # gates (trained), or a score of heads
     sparsity: float|None = None # share of heads to remove; scores need it; None: those that gates close
-    score_tokens: int = 10_000 # tokens of training text read by a score
+    score_tokens: int = 10_000 # symbols of training text read by a score
     repair: str = 'nothing' # training-free repair after a score has removed heads: nothing or least_squares
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char (a-z and space), word, or raw (all characters); empty: usual unit of the corpus
@@ -109,7 +109,7 @@ class Recipe(LMConfig):
     log_every: int = 100 # steps between records
     save_every: int = 1000 # steps between checkpoints; 0: only at the end or on a signal
     valid_every: int = 4000 # steps between validations during training; 0: none
-    eval_tokens: int = 0 # length limit of validation and test text, in tokens; 0: no limit
+    eval_tokens: int = 0 # length limit of validation and test text, in symbols; 0: no limit
 
     def __post_init__(self):
         super().__post_init__()

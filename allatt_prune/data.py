@@ -58,7 +58,7 @@ class Corpus:
         for split in SPLITS: setattr(self, split, _ids(getattr(self, split), self.hash))
     def __repr__(self):
         lengths = ' / '.join(f'{len(getattr(self, split)):,}' for split in SPLITS)
-        return f'Corpus {self.name}: {lengths} tokens (train / valid / test), {len(self.vocab):,} symbols ({self.unit})'
+        return f'Corpus {self.name}: {lengths} symbols (train / valid / test), vocabulary of {len(self.vocab):,} ({self.unit})'
     def decode(self, ids) -> str:
         "Convert ids back to text."
         return (' ' if self.unit == 'word' else '').join(self.vocab[i] for i in ids)

@@ -247,13 +247,16 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
 def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     own = held_out is None
     data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
-    name = 'own loss' if heads.loss else 'relative squared distance' if 'whole' in data[0] else 'nats per label'
+    apart = 'whole' in data[0]                                 # 0 for the whole model
+    name = 'own loss' if heads.loss else 'nats per label'
+    if apart: name = 'relative squared distance to the whole model:'
     @torch.no_grad()
     def lost(model):
         which = 'whole' if model is heads.model else 'pruned'
+        if apart and which == 'whole': return 0.
         with evaluating(model): return _mean(heads.lost(model, x) for x in _slow(data, f'loss of the {which} model'))
     on = 'batches that it was fitted to' if own else 'held-out batches'
-    return lambda a, b: f'{name} {_three(a)} -> {_three(b)} ({on}: {len(data)})', lost
+    return lambda *found: f"{name} {' -> '.join(_three(x) for x in found if x or not apart)} ({on}: {len(data)})", lost
 
 @torch.no_grad()
 def _speed(a, b, x): # two models, batch -> text
@@ -290,7 +293,7 @@ def prune(
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
     method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
-        say(f"scoring {units}, {'least squares (two bars), ' * (not layered)}loss of both models, timing: a bar each")
+        say(f"prune: scoring {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
         gone = left - int(keep.sum())

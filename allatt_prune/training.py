@@ -222,9 +222,9 @@ def check_ids(model: LM, ids) -> np.ndarray: # a text as for `evaluate` -> the s
         raise ValueError(f'text={ids.min()} to {ids.max()}: the ids are 0 to {model.cfg.vocab - 1}')
     return ids
 
-def coarse(n: int): # symbols; passages of 2,000 differ by 0.13 bits (standard deviation), as much as pruning costs
+def coarse(n: int, text: str = 'text'): # symbols; which text. Passages of 2,000 differ by 0.13 bits (standard deviation), as much as pruning costs
     "Warn that the loss of a short text is coarse."
-    if n < 2_000: warnings.warn(f'text={n:,} symbols: so few give a coarse loss; give 2,000 or more', stacklevel=3)
+    if n < 2_000: warnings.warn(f'{text}={n:,} symbols: so few give a coarse loss; give 2,000 or more', stacklevel=3)
 
 def evaluate(
     model: LM,

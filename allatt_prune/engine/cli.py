@@ -84,8 +84,9 @@ def _evaluate(args):
     model, z, text = _open(args, 'pruned', 'baseline')
     ids = getattr(text, args.split)[:args.tokens or None]
     loss = allatt_prune.evaluate(model, ids, z, args.batch)
-    print(f'{args.split} of {Path(text.name).name}: {loss:.4f} nats, {loss.bits:.4f} bits, perplexity '
-          f'{loss.perplexity:.2f} over {len(ids) - 1:,} tokens, {text.unknown(ids[1:]):.1%} unknown')
+    usual = f'perplexity {loss.perplexity:.2f}' if text.unit == 'word' else f'{loss.bits:.4f} bits per character'
+    print(f'{args.split} of {Path(text.name).name}: {usual} ({loss:.4f} nats) over {len(ids) - 1:,} symbols, '
+          f'{text.unknown(ids[1:]):.1%} unknown')
 
 def _score(args):
     from allatt_prune.importance import keep_mask, score
@@ -97,7 +98,7 @@ def _score(args):
             for i, (xs, ks) in enumerate(zip(scores.tolist(), keep.tolist()), 1)]
     head = ['', *(f'head {h}' for h in range(1, model.cfg.n_head + 1)), 'kept']
     print(engine.report.markdown(head, rows))
-    print(f'\n{args.method} on {len(ids):,} tokens of {text.name}; '
+    print(f'\n{args.method} on {len(ids):,} symbols of {text.name}; '
           f'in brackets: the {int((~keep).sum())} of {keep.numel()} heads to remove; --sparsity or --heads changes it')
 
 def _sample(args):
@@ -155,7 +156,7 @@ def _settings(groups, names, usual): # an option per recipe field, explained if 
         _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help, choices)
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e5
-_MODEL = dict(model=(str, 'model name, model folder or run folder'))
+_MODEL = dict(model=(str, 'tiny-books or tiny-books-word, which come with the package, or a model folder or run folder'))
 _TEXT = _MODEL | dict(corpus=(str, 'name, file or folder of text like that the model will read (default: the text of its '
                                    "run, or else pydocs, Python's documentation)"))
 _RECIPE = dict(recipe=(str, 'tiny (minutes), tiny-books, tiny-books-word, best (hours), text8, wt103 '
@@ -172,12 +173,12 @@ COMMANDS = dict( # function, help, example, own options, recipe fields among the
         control=(False, 'also train the control: all heads, as many steps')), {*SETTINGS} - GIVEN - {'corpus'}),
     evaluate=(_evaluate, 'evaluate a model on a text', 'runs/tiny --split test', dict(
         **_TEXT, split=('test', 'part of the text', ['valid', 'test', 'train']),
-        tokens=(0, 'tokens to evaluate; 0: all'),
+        tokens=(0, 'symbols to evaluate; 0: all'),
         batch=(1, 'parallel streams; more are faster, but each starts without memory')), ()),
     score=(_score, 'score the importance of each head', 'tiny-books --method gradient', dict(
         **_TEXT, method=('leave_one_out', SCORES),
         sparsity=(.4, 'share of heads to remove'),
-        score_tokens=(10_000, 'training tokens to read'), seed=(0, 'seed of random scores')), ()),
+        score_tokens=(10_000, 'symbols of training text to read'), seed=(0, 'seed of random scores')), ()),
     sample=(_sample, 'generate text', "runs/tiny --prompt 'returns the '", dict(
         **_MODEL, prompt=('the ', 'text to continue'), n=(300, 'symbols to generate'),
         temperature=(.8, 'sampling temperature; 0: always the most probable symbol'),
@@ -203,7 +204,7 @@ def _command(jobs, usual, name, job, does, example, options, settings):
     takes = _takes(*usual) if name == 'prune' and usual else ''
     usual = usual if name == 'prune' else ('tiny', RECIPES['tiny']) # a model to prune has values of its own
     p = jobs.add_parser(name, help=does, description=f'{takes}example: allatt-prune {name} {example}',
-                        epilog=f"other settings (--d-ff for d_ff): {' '.join(more)}" if more else '',
+                        epilog=f"§: of the paper. Other settings (--d-ff for d_ff): {' '.join(more)}" if more else '',
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
     groups = {title: p.add_argument_group(title) if settings else p for title in (*GROUPS, 'output')}

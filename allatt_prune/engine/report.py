@@ -28,7 +28,7 @@ def measure(
     models: list[tuple[str, LM, Tensor|None]], # name, model, head multipliers (l h)
     corpus: Corpus,
     batch: int, # streams for the timing
-    eval_tokens: int = 0 # tokens per split; 0: all
+    eval_tokens: int = 0 # symbols per split; 0: all
 ) -> list[dict]: # a row per model
     "Measure the size, quality and speed of each model."
     names, nets, zs = zip(*models)
@@ -55,7 +55,7 @@ def markdown(head: list, rows: list[list], text: int = 1) -> str: # left-aligned
     return '\n'.join([line(head), '|' + '---|'*text + '---:|'*(len(head) - text), *map(line, rows)])
 
 LEGEND = dict(gated='closed heads are multiplied by 0', control='all heads, trained as long',
-              blocks='millions of parameters without embeddings', ms='to read a segment of each stream, median ± half the interquartile range')
+              blocks='millions of parameters without embeddings', ms='to read a segment of each stream, median ± half the interquartile range within this run')
 
 def legend(rows: list[dict]) -> str: # from `measure`
     "Explain the rows and columns of a table."
@@ -65,7 +65,7 @@ def legend(rows: list[dict]) -> str: # from `measure`
 def table(rows: list[dict]) -> str: # from `measure`
     "Format rows as a Markdown table; `legend` explains it."
     name, digits = ('perplexity', 2) if rows[0]['unit'] == 'word' else ('bits per character', 3)
-    cells = [[r['model'], f"{r['heads']} of {r['of']}", f"{r['blocks']/1e6:.3g}",
+    cells = [[r['model'], f"{r['heads']} of {r['of']}", f"{r['blocks']/1e6:#.3g}".rstrip('.'),
               f"{r['test']:.{digits}f}", f"{r['ms']:.1f} ± {r['spread']/2:.1f}"] for r in rows]
     return markdown(['', 'heads', 'blocks', f'{name} of test text', 'ms'], cells)
 
@@ -205,7 +205,7 @@ def write_report(
     about = dict(recipe=asdict(recipe), corpus=name, unit=corpus.unit, vocab=corpus.hash, tokens=tokens,
                  environment=environment(device), seconds=log['seconds'], keep=keep)
     told = {'heads chosen by': recipe.method, 'heads of each layer': keep and [*map(sum, keep)],
-            'tokens of text': '{:,} to train on; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
+            'symbols of text': '{:,} to train on; {:,} of validation and {:,} of test text were scored'.format(len(corpus.train), *tokens),
             'seconds': ', '.join(f'{phase} {x:.0f}' for phase, x in log['seconds'].items()) or None,
             'settings': f'`{replace(recipe, corpus=name)}`',
             'started from': plan.get('baseline'), 'command': plan.get('command')}
@@ -216,7 +216,8 @@ def write_report(
     wrote = '\n\n'.join(x.replace('\n', ' ') for x in wrote)
     parts = (f'# Layer-wise head pruning, corpus {name}', summary(rows), table(rows), legend(rows), PICTURE,
              f'Lines: training loss (with dropout, if there is any) every {recipe.log_every} steps, and the mean of five of them. '
-             'Circles: loss of the test text.',
+             'Circles: loss of the test text.' + ' Gates: the probability that each head is open. Each step draws gates at '
+             'random, so the loss rises when they start.' * any('open_prob' in x for x in log['records']),
              wrote and 'The beginning of the test text (in brackets), and how each model continues it:\n\n' + wrote,
              markdown(['', 'this run'], [[k, x] for k, x in told.items() if x is not None], 2))
     report = '\n\n'.join(filter(None, parts)) + '\n'

@@ -218,7 +218,7 @@ def run(
         files = {'recipe.json': asdict(recipe), 'corpus.json': is_text, 'plan.json': plan | dict(models=models)}
         if not resume: _begin(run_dir, baseline, files)
         LOG.info(f'corpus={Path(text.name).name}: read as {text.unit}')
-        coarse(len(text.test[:recipe.eval_tokens or None]))
+        coarse(len(text.test[:recipe.eval_tokens or None]), 'test part of the text')
     world.barrier()
     if checkpoint.read_part(run_dir, 'corpus.json') != is_text:
         raise DataError(f'corpus={text.name}: not the text of the run in {run_dir}; give that one')
