@@ -277,6 +277,7 @@ def prune(
     model, batches, # or a SentenceTransformer; not changed; all of them are read, twice
     share: float, # of all parameters of the model, embeddings included
     units: str = 'neurons', # or heads, or layers
+    method: str|Callable|None = None, # to choose them, as for `score`; None: the one that lost least here
     *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
     held_out=None # batches for the loss in the report; None: up to 16 of those above
 ): # the pruned model; its config.report says what was removed and lost
@@ -291,11 +292,11 @@ def prune(
     if not 0 < n <= left - multiple:
         most = math.floor(100 * (left - multiple) * cost / total) / 100
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
-    method = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
+    usual = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
         say(f"prune: scoring {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
-        keep = keep_mask(score(heads, None, method), sparsity, multiple=multiple)
+        keep = keep_mask(score(heads, None, method or usual), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
         if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)

@@ -255,6 +255,22 @@ def test_prune_removes_a_share_of_all_parameters(kind):
         if 'at most' in said: most = float(str(e.value).split('at most ')[1].split(',')[0])
     assert hf.prune(model, batches, most).num_parameters() < model.num_parameters() # as promised
 
+@pytest.mark.parametrize('kind', ['bert', 'llama'])
+@pytest.mark.parametrize('units', ['heads', 'neurons', 'layers'])
+def test_prune_by_another_score(kind, units):
+    model, batches = for_scores(kind)
+    share = .25 if units == 'layers' else .03
+    def early(heads, z): return torch.arange(z.numel()).view(z.shape) # the first go
+    usual, first, chance = (hf.prune(model, batches, share, units, method) for method in (None, early, 'random'))
+    assert len({net.num_parameters() for net in (usual, first, chance)}) == 1 # as many, whatever the score
+    if units == 'layers': assert torch.equal(layer_weight(first), layer_weight(model, 1))
+    else:
+        stays = hf.units_left(first, units, hf.shape(model, units, 1)[1])
+        assert not stays[0].all() and stays[1:].all()          # of the first layer
+    with pytest.raises(ValueError, match='method=chance: unknown; give one of'): hf.prune(model, batches, share, units, 'chance')
+
+def layer_weight(model, i=0): return next(p for p in hf.layers(model)[i].parameters() if p.dim() == 2)
+
 def three(x): return f'{x:#.3g}' # significant digits
 
 def label_loss(model, data): # nats per label, by its definition
