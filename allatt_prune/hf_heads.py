@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, layers, n_heads,
-                                    pruned_class, units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, known, layers,
+                        n_heads, pruned_class, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -37,9 +37,8 @@ def shape(
     *, columns: int = 0 # of a given mask; its number of groups then replaces `group`
 ) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
-    if units not in KINDS: raise ValueError(f'units={units}: give one of {", ".join(KINDS)}')
-    model = plain(model)
-    h = dict(neurons=0, layers=1).get(units, n_heads(model.config))
+    model, kinds = plain(model), known(units)
+    h = dict(neurons=0, layers=1).get(kinds[0], n_heads(model.config))
     if units in ('heads', 'layers'): return len(layers(model)), h
     groups = getattr(model.config, 'neuron_groups', 0)         # fixed once some were removed
     if not groups:
@@ -49,9 +48,11 @@ def shape(
         groups = width // group
     return len(layers(model)), h + groups
 
-def units_left(model, units: str, n: int) -> Tensor: # as for `units_of` -> (l n)
+def units_left(model, units: str, n: int) -> Tensor: # n per layer of the whole model -> (l n)
     "True for units that were not removed."
-    found = torch.zeros(len(layers(model)), n, dtype=torch.bool)
+    l, own = shape(model, units, columns=n)
+    if n != own: raise ValueError(f'n={n}: a layer of this model has {own} {units}; see shape')
+    found = torch.zeros(l, n, dtype=torch.bool)
     for x in units_of(model, units, n): found[x.i, x.left] = True
     return found
 
@@ -136,7 +137,7 @@ def _keep_units(small, keep, z, units):
     if not isinstance(small, Pruned): small.__class__ = pruned_class(type(small))
     small.config.__class__ = small.config_class
     small.config.models()                                      # some are parts of others
-    kept = {kind: [] for kind in KINDS[units]}
+    kept = {kind: [] for kind in known(units)}
     for x in units_of(small, units, keep.shape[1]):
         on, single = keep[x.i].tolist(), False
         columns = [j for j in x.left if on[j]]
@@ -236,7 +237,7 @@ def check(
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
 _OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config', 'report',
-        'out_features', 'out_indices')                         # of a backbone: names of layers
+        'source', 'about', 'out_features', 'out_indices')      # of a backbone: names of layers
 _MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
              intermediate_size=96) # by part of a name
 _CHECKED = set()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRUNED', 'KINDS', 'Architecture', 'architecture', 'at', 'layers', 'one_key', 'n_heads', 'unit_name',
-           'Units', 'listed', 'units_of', 'weight_rows', 'unit_rows', 'OwnConfig', 'cut', 'PrunedConfig', 'Pruned',
-           'pruned_class', 'add_architecture']
+           'known', 'Units', 'listed', 'units_of', 'weight_rows', 'unit_rows', 'OwnConfig', 'cut', 'PrunedConfig',
+           'Pruned', 'pruned_class', 'add_architecture']
 
 # %% ../nbs/beyond/04_hf_models.ipynb #c3a873ca
 import dataclasses, re
@@ -129,12 +129,17 @@ def n_heads(config) -> int: # per layer; in Llama and its relatives, groups that
 def unit_name(config, kind: str) -> str: # of a model, pruned or not; heads, neurons or layers
     "Name of the units in sentences."
     size = _heads(config)[0] // n_heads(config)
-    if kind == 'heads': return f'groups of {size} heads' if size > 1 else kind
+    if known(kind) == ['heads']: return f'groups of {size} heads' if size > 1 else kind
     kept = getattr(config, f'kept_{kind}', None)               # single neurons are counted
     return f'groups of {kind}' if kept and int not in map(type, kept) else kind
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd3c
 KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons'], layers=['layers']) # of units
+
+def known(units: str) -> list[str]:
+    "Kinds of some units. ValueError for another name."
+    if units in [*KINDS]: return KINDS[units]
+    raise ValueError(f'units={units}: give one of {", ".join(KINDS)}')
 
 @dataclasses.dataclass
 class Units:
@@ -159,7 +164,7 @@ def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; 
     if units == 'layers':
         return [Units(units, i, x, row, x, [x], range(1), [0], False) for i, x in enumerate(layers(model))]
     attention = row.heads.partition(' ')[0].rpartition('.')[0]
-    for kind in KINDS[units]:
+    for kind in known(units):
         paths = getattr(row, kind).split()
         if not paths: raise ValueError(f'units={kind}: not in the row of {config.model_type}')
         span = range(start, n_heads(config) if kind == 'heads' else n)
@@ -265,6 +270,7 @@ class PrunedConfig:
     "Mixin of a configuration that lists the units left in each layer."
     kept_heads = kept_neurons = None # None: all
     report = '' # lines of `hf.prune` and `hf.heal`
+    source = about = '' # what the card says: model that was pruned, last lines
     neuron_groups = 0 # in a layer of the whole model; 0: none were removed
     def __new__(cls, *args, **kwargs):
         cls.models()
@@ -301,21 +307,26 @@ class Pruned:
     def save_pretrained(self, folder, *args, about='', **kwargs):
         "Save the model and a card that ends with `about`."
         if kwargs.get('push_to_hub'): raise ValueError('push_to_hub=True: call model.push_to_hub')
+        cfg, card = self.config, Path(folder)/'README.md'
+        path = cfg._name_or_path or ''                         # of a folder, or a name on a hub
+        hub = not Path(path).exists() and re.fullmatch(r'([\w-][\w.-]*/)?[\w-][\w.-]*', path)
+        cfg.source = cfg.source or (path if hub else type(self).__name__.removeprefix('Pruned'))
+        cfg.about = about or cfg.about
+        try: own = card.read_text() == self.card(type(cfg).from_pretrained(folder)) # or somebody wrote it
+        except OSError: own = not card.exists()
         super().save_pretrained(folder, *args, **kwargs)
-        card = Path(folder)/'README.md'
-        if about or not card.exists(): card.write_text(self.card(about))
-    def card(self, about: str) -> str:
+        if about or own: card.write_text(self.card(cfg))
+    def card(self, cfg) -> str:
         "Model card: the units left, and how to open the model."
-        cfg, name = self.config, type(self).__name__
+        name = type(self).__name__
         odd = f'allatt_prune.hf_models.pruned_class(transformers.{name.removeprefix("Pruned")})'
         auto = next((auto for auto, c in cfg.models().items() if c is type(self)), odd)
-        source, n = cfg._name_or_path or '', dict(heads=n_heads(cfg), neurons=cfg.neuron_groups)
+        n = dict(heads=n_heads(cfg), neurons=cfg.neuron_groups)
         left = '; '.join(f'{[len(listed(x)) for x in kept]} of {n[kind]} {unit_name(cfg, kind)}'
                          for kind in n if (kept := getattr(cfg, f'kept_{kind}')))
-        hub = re.fullmatch(r'([\w-][\w.-]*/)?([\w-][\w.-]*)', source) if not Path(source).exists() else None # no folder
-        link = f'base_model: {source}\n' if hub and hub[1] else ''
-        about = '\n'.join([*(f'- {line}' for line in cfg.report.splitlines()), '', about]).strip()
-        return _CARD.format(name=hub[2] if hub else name.removeprefix('Pruned'), left=left, link=link, auto=auto, about=about)
+        link = f'base_model: {cfg.source}\n' if '/' in cfg.source else ''
+        about = '\n'.join([*(f'- {line}' for line in cfg.report.splitlines()), '', cfg.about]).strip()
+        return _CARD.format(name=cfg.source.rpartition('/')[2], left=left, link=link, auto=auto, about=about)
 
 # %% ../nbs/beyond/04_hf_models.ipynb #12a117f4
 @cache
