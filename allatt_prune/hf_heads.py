@@ -6,13 +6,13 @@
 __all__ = ['plain', 'shape', 'units_left', 'ends', 'masked', 'outputs', 'check', 'check_once', 'remove_heads']
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #66c4e7ad
-import copy, inspect, tempfile, warnings
+import copy, inspect, math, tempfile, warnings
 from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, known, layers,
-                        n_heads, pruned_class, units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, kinds_of,
+                        n_heads, pruned_class, stacks, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -33,20 +33,21 @@ def plain(model) -> transformers.PreTrainedModel:
 
 def shape(
     model, units: str = 'heads', # heads, neurons (in groups), both, or layers
-    group: int = 64, # neurons per group; 1: single neurons
+    group: int = 64, # neurons per group; 1: single neurons; of the common divisor of unlike layers
     *, columns: int = 0 # of a given mask; its number of groups then replaces `group`
 ) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
-    model, kinds = plain(model), known(units)
+    model, kinds = plain(model), kinds_of(units)
     h = dict(neurons=0, layers=1).get(kinds[0], n_heads(model.config))
-    if units in ('heads', 'layers'): return len(layers(model)), h
+    l = len(units_of(model, kinds[0], 0, whole=True))
+    if units in ('heads', 'layers'): return l, h
     groups = getattr(model.config, 'neuron_groups', 0)         # fixed once some were removed
     if not groups:
-        width = weight_rows(units_of(model, 'neurons', 0)[0].modules[-1]).shape[1]
+        width = math.gcd(*(weight_rows(x.modules[-1]).shape[1] for x in units_of(model, 'neurons', 0)))
         if columns: group = width // max(columns - h, 1)
         if group < 1 or width % group: raise ValueError(f'group={group}: does not divide {width}')
         groups = width // group
-    return len(layers(model)), h + groups
+    return l, h + groups
 
 def units_left(model, units: str, n: int) -> Tensor: # n per layer of the whole model -> (l n)
     "True for units that were not removed."
@@ -112,24 +113,26 @@ def masked(
     model, units = unwrapped(model), getattr(z, 'units', units)
     model = plain(model.get_base_model() if hasattr(model, 'get_base_model') else model) # of PEFT
     if z is None: z = torch.ones(shape(model, units, 1))
-    stack = at(model.base_model, architecture(model.config).layers.rpartition('.')[0])
     mask = _numbers(z, 'z')
     n = mask.shape[-1]
     per_head(mask if mask.dim() < 3 else mask[:, 0], 'z', shape(model, units, columns=n))
-    now = _Pass(stack, z if callable(z) else lambda: mask)
+    name, draw = '_gradient_checkpointing_func', z if callable(z) else lambda: mask
     with ExitStack() as hooks:
         if isinstance(z, nn.Module): hooks.enter_context(same_modes(z))
         hooks.enter_context(torch.compiler.set_stance('force_eager'))
-        hooks.enter_context(stack.register_forward_pre_hook(now.begin))
-        rows = [x for x in units_of(model, units, n) if x.left]
-        for x in rows:
-            hooks.enter_context(
-                x.layer.register_forward_hook(partial(now.bypass, x), with_kwargs=True) if units == 'layers'
-                else x.modules[-1].register_forward_pre_hook(partial(now.multiply, x)))
-        if rows: hooks.enter_context(stack.register_forward_hook(now.end))
-        name = '_gradient_checkpointing_func'
-        runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
-        hooks.enter_context(replaced(name, runs))
+        for path in stacks(model):
+            stack = at(model.base_model, path.rpartition('.')[0])
+            now = _Pass(stack, draw)
+            hooks.enter_context(stack.register_forward_pre_hook(now.begin))
+            rows = [x for x in units_of(model, units, n) if x.left and x.stack == path]
+            for x in rows:
+                out = x.modules[-1]                            # a projection, or the layer
+                hooks.enter_context(
+                    out.register_forward_hook(partial(now.bypass, x), with_kwargs=True) if units == 'layers'
+                    else out.register_forward_pre_hook(partial(now.multiply, x)))
+            if rows: hooks.enter_context(stack.register_forward_hook(now.end))
+            runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
+            hooks.enter_context(replaced(name, runs))
         yield
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c07a1e05
@@ -137,7 +140,7 @@ def _keep_units(small, keep, z, units):
     if not isinstance(small, Pruned): small.__class__ = pruned_class(type(small))
     small.config.__class__ = small.config_class
     small.config.models()                                      # some are parts of others
-    kept = {kind: [] for kind in known(units)}
+    kept = {kind: [] for kind in kinds_of(units)}
     for x in units_of(small, units, keep.shape[1]):
         on, single = keep[x.i].tolist(), False
         columns = [j for j in x.left if on[j]]
@@ -151,16 +154,19 @@ def _keep_units(small, keep, z, units):
     if 'neurons' in kept: small.config.neuron_groups = len(x.span)
 
 def _keep_layers(small, stay): # an ordinary model with fewer layers
-    row, config, l = architecture(small.config), small.config.get_text_config(), len(layers(small))
-    for i, j in enumerate(stay):
-        for m in layers(small)[j].modules():                   # its place in caches
-            if hasattr(m, 'layer_idx'): m.layer_idx = i
-    path, _, name = row.layers.rpartition('.')
-    setattr(at(small.base_model, path), name, nn.ModuleList(layers(small)[j] for j in stay))
-    for name, x in [*vars(config).items()]:                     # lists with one entry for each layer
-        if isinstance(x, list) and len(x) == l and 'token' not in name:
+    config, whole = small.config.get_text_config(), units_of(small, 'layers', 1)
+    for name, x in [*vars(config).items()]:                    # lists with one entry for each layer
+        if isinstance(x, list) and len(x) == len(whole) and 'token' not in name:
             setattr(config, name, [x[j] for j in stay])
-    config.num_hidden_layers = len(stay)
+    for path in stacks(small):
+        own = nn.ModuleList(whole[j].layer for j in stay if whole[j].stack == path)
+        for i, layer in enumerate(own):
+            for m in layer.modules():                          # its place in caches
+                if hasattr(m, 'layer_idx'): m.layer_idx = i
+        parent, _, name = path.rpartition('.')
+        setattr(at(small.base_model, parent), name, own)
+        names = ['decoder_layers', 'num_decoder_layers'] * path.startswith('decoder')
+        setattr(config, next((x for x in names if hasattr(config, x)), 'num_hidden_layers'), len(own))
 
 def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers -> the pruned model
     n = keep.shape[1]
@@ -192,7 +198,8 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
     out.pop('loss', None)
-    if len(out) > 1: out.pop('pooler_output', None)            # made of the others
+    for name in ('pooler_output', 'encoder_last_hidden_state'): # the others are made of it, or it of them
+        if len(out) > 1: out.pop(name, None)
     return out
 
 def _gap(a, b): # two outputs
@@ -204,7 +211,9 @@ def _check(model, batch, kind, folder): # heads, neurons or layers
     i, j = torch.arange(l)[:, None], torch.arange(n)
     keep = units_left(model, kind, n) & ((i + j) % 3 > 0) & ((i < l - 1) | (l == 1))
     z = keep * (.5 + j / n)
-    if kind == 'layers': z = keep = i > 0                      # a layer is there, or not
+    if kind == 'layers':                                       # a layer is there, or not
+        of = [x.stack for x in units_of(model, kind, 1)]
+        z = keep = torch.tensor([[j > of.index(x)] for j, x in enumerate(of)])
     with masked(model, z, kind): want = outputs(model, batch)
     effect = _gap(want, outputs(model, batch))
     try:
@@ -310,7 +319,8 @@ def remove_heads(
     keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=n)))
     if (keep & ~units_left(model, units, n)).any():
         raise ValueError('keep: some of these were removed before')
-    if units == 'layers' and (not keep.any() or (z != keep).any()):
-        raise ValueError('keep: a layer is there or not, and one must stay; give a mask')
+    left = {x.stack for x in units_of(model, units, n) if keep[x.i].any()}
+    if units == 'layers' and (len(left) < len(stacks(model)) or (z != keep).any()):
+        raise ValueError('keep: a layer is there or not, and one of each stack must stay; give a mask')
     check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)
