@@ -91,10 +91,10 @@ _slow = partial(bar, delay=0) # a step may take seconds
 def _three(x): # significant digits
     return f'{x:#.3g}'.rstrip('.') if 0 < abs(x) < 999.5 else f'{x:,.0f}'
 
-def _mask(x, decoder): # batch; of an encoder-decoder -> 1 for tokens, 0 for padding; None: all are tokens
-    if not decoder: return x.get('attention_mask') if 'input_ids' in x else None
-    if 'labels' in x and x['labels'].dim() > 1: return x['labels'] != -100
-    return x.get('decoder_attention_mask') if 'decoder_input_ids' in x else x.get('attention_mask')
+def _mask(x, decoder): # batch; of an encoder-decoder? -> 1 for tokens, 0 for padding; None: no padding
+    if decoder and 'labels' in x and x['labels'].dim() > 1: return x['labels'] != -100
+    if decoder and 'decoder_input_ids' in x: return x.get('decoder_attention_mask')
+    return x.get('attention_mask') if 'input_ids' in x else None
 
 def _real(x, decoder, shape): # (b t) of a layer -> True for tokens, not padding
     mask = _mask(x, decoder)
@@ -153,7 +153,7 @@ class HFHeads:
             x = x | dict(logits_to_keep=torch.zeros(1, dtype=torch.long)) # of one token
             with ExitStack() as hooks:
                 for i, units in enumerate(parts):
-                    decoder = self.model.config.is_encoder_decoder and units.stack.startswith('decoder')
+                    decoder = self.model.config.is_encoder_decoder and 'decoder' in units.stack
                     real = partial(_real, x, decoder)          # of a shape
                     if units.left: hooks.enter_context(hook(real, i, units)) # before the mask
                 hooks.enter_context(masked(self.model, z, self.units))

@@ -127,9 +127,8 @@ def masked(
             rows = [x for x in units_of(model, units, n) if x.left and x.stack == path]
             for x in rows:
                 out = x.modules[-1]                            # a projection, or the layer
-                hooks.enter_context(
-                    out.register_forward_hook(partial(now.bypass, x), with_kwargs=True) if units == 'layers'
-                    else out.register_forward_pre_hook(partial(now.multiply, x)))
+                hooks.enter_context(out.register_forward_hook(partial(now.bypass, x), with_kwargs=True)
+                    if units == 'layers' else out.register_forward_pre_hook(partial(now.multiply, x)))
             if rows: hooks.enter_context(stack.register_forward_hook(now.end))
             runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
             hooks.enter_context(replaced(name, runs))
@@ -197,8 +196,7 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
     out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
-    out.pop('loss', None)
-    for name in ('pooler_output', 'encoder_last_hidden_state'): # the others are made of it, or it of them
+    for name in ('loss', 'pooler_output', 'encoder_last_hidden_state'): # made of the others, or they of it
         if len(out) > 1: out.pop(name, None)
     return out
 
@@ -320,7 +318,7 @@ def remove_heads(
     if (keep & ~units_left(model, units, n)).any():
         raise ValueError('keep: some of these were removed before')
     left = {x.stack for x in units_of(model, units, n) if keep[x.i].any()}
-    if units == 'layers' and (len(left) < len(stacks(model)) or (z != keep).any()):
+    if units == 'layers' and (left != {*stacks(model)} or (z != keep).any()):
         raise ValueError('keep: a layer is there or not, and one of each stack must stay; give a mask')
     check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)

@@ -116,9 +116,9 @@ def stacks(model) -> list[str]: # one, or an encoder and a decoder
     paths = architecture(model.config).layers.split()
     return [path for path in paths if hasattr(model.base_model, path.partition('.')[0])] or paths
 
-def layers(model) -> list[nn.Module]:
+def layers(model) -> nn.ModuleList:
     "Layers of a model, those of the encoder first."
-    return [layer for path in stacks(model) for layer in at(model.base_model, path)]
+    return nn.ModuleList(layer for path in stacks(model) for layer in at(model.base_model, path))
 
 def _heads(config): # of queries, of keys
     config = config.get_text_config()                          # that of a model of images and text
@@ -328,7 +328,7 @@ class Pruned:
         cfg.source = cfg.source or (path if hub else type(self).__name__.removeprefix('Pruned'))
         cfg.about = about or cfg.about
         try: own = card.read_text() == self.card(type(cfg).from_pretrained(folder)) # not edited
-        except OSError: own = not card.exists()
+        except Exception: own = not card.exists()
         super().save_pretrained(folder, *args, **kwargs)
         if about or own: card.write_text(self.card(cfg))
     def card(self, cfg) -> str:
