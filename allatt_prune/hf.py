@@ -113,7 +113,7 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
-    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # number of batches
+    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # batches
         if not isinstance(model, torch.nn.Module): raise ValueError(f'model={model!r}: give a model, as from AutoModel.from_pretrained')
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
@@ -160,25 +160,25 @@ class HFHeads:
                 outputs(self.model, x)
     def outputs(self, look, z=None): # a repair has no z, and takes models with fewer units
         def see(real, i, f, args): look(i, args[0][real(args[0].shape[:2])])
-        def hook(real, i, units): return units.modules[-1].register_forward_pre_hook(partial(see, real, i))
+        def hook(real, i, x): return x.modules[-1].register_forward_pre_hook(partial(see, real, i))
         self.watch(z, hook, self.rows() if z is None else self.parts())
     def attention(self, look, z=None):
         if self.units != 'heads': raise ValueError(f'units={self.units}: only heads attend')
         h, was = self.shape[1], self.model.config._attn_implementation
         def see(real, i, attn, args, found): # weights (b hr t s)
             if len(found) < 2 or not torch.is_tensor(found[1]):
-                raise ValueError(f'model={type(attn).__name__}: shows no attention; choose another score')
+                raise ValueError(f'model={type(attn).__name__}: shows no attention; take another score')
             for p, own in zip(wide(found[1]), real(found[1][:, 0, :, 0].shape)):
                 t, p = own.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
                 look(i, p[..., own, :][..., own], (t[:, None] - t).abs())
-        def hook(real, i, units): return units.attn.register_forward_hook(partial(see, real, i))
+        def hook(real, i, x): return x.attn.register_forward_hook(partial(see, real, i))
         try:
             self.model.set_attn_implementation('eager')
             self.watch(torch.ones(self.shape) if z is None else z, hook, self.parts())
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         f = self.rows(model)[i].modules[-1]                    # no weight in a layer without heads
-        return (weight_rows(f).T if getattr(f, 'weight', None) is not None else None), getattr(f, 'bias', None)
+        return (None if f.weight is None else weight_rows(f).T), f.bias
     def parameters(self, i): return _parameters(self.parts()[i])
     def costs(self): # (l n) parameters of each unit
         found = torch.zeros(self.shape)
@@ -246,7 +246,7 @@ def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     def see(real, i, layer, args, how, out):
         before, after = (wide(v)[real(v.shape[:2])] for v in ends(args, how, out))
         found[i].append(1 - F.cosine_similarity(before, after, -1))
-    def hook(real, i, units): return units.layer.register_forward_hook(partial(see, real, i), with_kwargs=True)
+    def hook(real, i, x): return x.layer.register_forward_hook(partial(see, real, i), with_kwargs=True)
     heads.watch(z, hook, heads.parts())
     return torch.stack([torch.cat(x).mean() for x in found])[:, None]
 

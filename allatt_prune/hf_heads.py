@@ -33,13 +33,13 @@ def plain(model) -> transformers.PreTrainedModel:
 
 def shape(
     model, units: str = 'heads', # heads, neurons (in groups), both, or layers
-    group: int = 64, # neurons per group; 1: single neurons; of the common divisor of unlike layers
+    group: int = 64, # neurons per group; 1: single neurons
     *, columns: int = 0 # of a given mask; its number of groups then replaces `group`
 ) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
     model, kinds = plain(model), kinds_of(units)
-    h = dict(neurons=0, layers=1).get(kinds[0], n_heads(model.config))
     l = len(units_of(model, kinds[0], 0, whole=True))
+    h = dict(neurons=0, layers=1).get(kinds[0], n_heads(model.config))
     if units in ('heads', 'layers'): return l, h
     groups = getattr(model.config, 'neuron_groups', 0)         # fixed once some were removed
     if not groups:
@@ -172,7 +172,7 @@ def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers ->
     for x in units_of(model, units, n) if units != 'layers' else (): # refuse before anything is changed
         if x.left: [weight_rows(f) for f in x.modules]
     try: small = model if inplace else copy.deepcopy(model)
-    except RuntimeError as e: raise ValueError('model: hooks compute its weights; make them plain') from e
+    except RuntimeError as e: raise ValueError('model: hooks compute its weights; remove them') from e
     old, own = small.config, copy.deepcopy(small.config)
     new = {id(old): own, id(old.get_text_config()): own.get_text_config()}
     for m in small.modules():                                  # other models may share the old one
@@ -196,7 +196,7 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
     out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
-    for name in ('loss', 'pooler_output', 'encoder_last_hidden_state'): # made of the others, or they of it
+    for name in ('loss', 'pooler_output', 'encoder_last_hidden_state'): # the rest is made of it
         if len(out) > 1: out.pop(name, None)
     return out
 
@@ -243,8 +243,8 @@ def check(
             _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
-_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config', 'report',
-        'source', 'about', 'out_features', 'out_indices')      # of a backbone: names of layers
+_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config',
+        'report', 'source', 'about', 'out_features', 'out_indices') # of a backbone
 _MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
              intermediate_size=96) # by part of a name
 _CHECKED = set()
@@ -319,6 +319,6 @@ def remove_heads(
         raise ValueError('keep: some of these were removed before')
     left = {x.stack for x in units_of(model, units, n) if keep[x.i].any()}
     if units == 'layers' and (left != {*stacks(model)} or (z != keep).any()):
-        raise ValueError('keep: a layer is there or not, and one of each stack must stay; give a mask')
+        raise ValueError('keep: a layer is there or not, and one must stay in each stack; give a mask')
     check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)

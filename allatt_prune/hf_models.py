@@ -25,8 +25,8 @@ class Architecture:
     heads: str # paths in a layer: projections to queries, keys and values, then the output one; '': none
     neurons: str = '' # as above, to the neurons, then from them; with ?: where a layer has it
     blocks: int = 1 # 3 if one projection holds all queries, then all keys, then all values
-    sizes: str = ('num_heads num_attention_heads num_key_value_heads n_head all_head_size embed_dim hidden_size '
-                  'd_model_size split_size') # proportional to the heads, where the attention module has them
+    sizes: str = ('num_heads num_attention_heads num_key_value_heads n_head all_head_size embed_dim '
+                  'hidden_size d_model_size split_size') # proportional to the heads, where attention has them
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
 def _of(part, names): return ' '.join(f'{part}.{name}' for name in names.split()) # paths
@@ -142,7 +142,7 @@ def unit_name(config, kind: str) -> str: # of a model, pruned or not; heads, neu
     return f'groups of {kind}' if kept and int not in map(type, kept) else kind
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd3c
-KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons'], layers=['layers']) # of units
+KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons'], layers=['layers'])
 
 def kinds_of(units: str) -> list[str]:
     "Kinds of some units. ValueError for another name."
@@ -217,10 +217,11 @@ def _cut(f, axis, index): # keep some outputs (axis 0) or inputs (axis 1)
     if conv: f.nx, f.nf = f.weight.shape
     else: f.out_features, f.in_features = f.weight.shape
 
-class _Zeros(partial): weight = None # t5 reads it
+class _Zeros(partial): weight = bias = None # t5 reads them
 def _zeros(width, x): return x.new_zeros(*x.shape[:-1], width) # a projection in an empty layer
 
 class _Constant(nn.Module): # the output projection of an empty layer
+    weight = None
     def __init__(self, bias):
         super().__init__()
         self.bias = bias

@@ -151,7 +151,7 @@ def test_layers_of_both_stacks(kind, tmp_path):
     for stack in ([0, 1, 2], [3, 4]):
         none = torch.ones(5, 1)
         none[stack] = 0
-        with pytest.raises(ValueError, match='one of each stack must stay'): hf.remove_heads(model, none, units='layers')
+        with pytest.raises(ValueError, match='one must stay in each stack'): hf.remove_heads(model, none, units='layers')
     assert hf.prune(model, [dict(WORDS, labels=LABELS)], .2, 'layers', progress=False).num_parameters() < model.num_parameters()
 
 def test_layers_that_share_a_table_of_positions_are_refused(): # the first block holds it

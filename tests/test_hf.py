@@ -193,7 +193,7 @@ def test_wrong_numbers_are_refused():
         with pytest.raises(ValueError, match=said): ask()
     for said, ask in (('batches: empty', lambda: score(bert.train(), [], 'output_difference')),
                       ('sparsity=0: give a share', lambda: hf.train_gates(bert, [x], 0)), ('sparsity=None', lambda: hf.train_gates(bert, [x], None)),
-                      ('model=t5: no row; describe it', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
+                      ('model=mamba: no row; describe it', lambda: hf.shape(transformers.MambaModel(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1))))):
         with pytest.raises(ValueError, match=said): ask()
     assert bert.training and torch.equal(score(bert, plain, 'entropy'), score(bert, x, 'entropy'))
 
