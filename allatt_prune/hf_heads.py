@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, kinds_of,
-                        n_heads, pruned_class, stacks, units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, n_heads,
+                        pruned_class, stacks, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -37,9 +37,9 @@ def shape(
     *, columns: int = 0 # of a given mask; its number of groups then replaces `group`
 ) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
-    model, kinds = plain(model), kinds_of(units)
-    l = len(units_of(model, kinds[0], 0, whole=True))
-    h = dict(neurons=0, layers=1).get(kinds[0], n_heads(model.config))
+    model = plain(model)
+    l = len(units_of(model, units, 0, whole=True)) // len(KINDS[units])
+    h = dict(neurons=0, layers=1).get(units, n_heads(model.config))
     if units in ('heads', 'layers'): return l, h
     groups = getattr(model.config, 'neuron_groups', 0)         # fixed once some were removed
     if not groups:
@@ -139,7 +139,7 @@ def _keep_units(small, keep, z, units):
     if not isinstance(small, Pruned): small.__class__ = pruned_class(type(small))
     small.config.__class__ = small.config_class
     small.config.models()                                      # some are parts of others
-    kept = {kind: [] for kind in kinds_of(units)}
+    kept = {kind: [] for kind in KINDS[units]}
     for x in units_of(small, units, keep.shape[1]):
         on, single = keep[x.i].tolist(), False
         columns = [j for j in x.left if on[j]]

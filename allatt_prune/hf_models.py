@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRUNED', 'KINDS', 'Architecture', 'architecture', 'at', 'stacks', 'layers', 'one_key', 'n_heads',
-           'unit_name', 'kinds_of', 'Units', 'listed', 'units_of', 'weight_rows', 'unit_rows', 'OwnConfig', 'cut',
-           'PrunedConfig', 'Pruned', 'pruned_class', 'add_architecture']
+           'unit_name', 'Units', 'listed', 'units_of', 'weight_rows', 'unit_rows', 'OwnConfig', 'cut', 'PrunedConfig',
+           'Pruned', 'pruned_class', 'add_architecture']
 
 # %% ../nbs/beyond/04_hf_models.ipynb #c3a873ca
 import dataclasses, re
@@ -26,7 +26,7 @@ class Architecture:
     neurons: str = '' # as above, to the neurons, then from them; with ?: where a layer has it
     blocks: int = 1 # 3 if one projection holds all queries, then all keys, then all values
     sizes: str = ('num_heads num_attention_heads num_key_value_heads n_head all_head_size embed_dim '
-                  'hidden_size d_model_size split_size') # proportional to the heads, where attention has them
+                  'hidden_size d_model_size split_size') # of the attention; proportional to the heads
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd40
 def _of(part, names): return ' '.join(f'{part}.{name}' for name in names.split()) # paths
@@ -83,9 +83,9 @@ _ROWS = { # by model types
     'dinov2 dinov2_with_registers': ('encoder.layer', _VIT, _FC),
     'yolos videomae': ('encoder.layer', _BERT.replace('self', 'attention'), _DENSE),
     'wav2vec2 hubert data2vec-audio unispeech unispeech-sat sew': ('encoder.layers', _WAV, _FEED),
-    'bart mbart plbart marian m2m_100 pegasus blenderbot blenderbot-small whisper':
+    'bart mbart plbart mvp marian m2m_100 pegasus blenderbot blenderbot-small whisper':
         ('encoder.layers decoder.layers', _OPT, 'fc1 fc2'),    # below, only neurons
-    't5 mt5 umt5': ('encoder.block decoder.block', '', ' '.join(
+    't5 mt5 umt5 longt5': ('encoder.block decoder.block', '', ' '.join(
         _of(f'layer.{i}.DenseReluDense', 'wi? wi_0? wi_1? wo?') for i in (1, 2))),
     'olmo2 olmo3 qwen3_5_text': ('layers', '', _GATED), 'bloom': ('h', '', _NEOX),
     'lfm2': ('layers', '', 'feed_forward.w1 feed_forward.w3 feed_forward.w2'),
@@ -137,17 +137,12 @@ def n_heads(config) -> int: # per layer; in Llama and its relatives, groups that
 def unit_name(config, kind: str) -> str: # of a model, pruned or not; heads, neurons or layers
     "Name of the units in sentences."
     size = _heads(config)[0] // n_heads(config)
-    if kinds_of(kind) == ['heads']: return f'groups of {size} heads' if size > 1 else kind
+    if kind == 'heads': return f'groups of {size} heads' if size > 1 else kind
     kept = getattr(config, f'kept_{kind}', None)               # single neurons are counted
     return f'groups of {kind}' if kept and int not in map(type, kept) else kind
 
 # %% ../nbs/beyond/04_hf_models.ipynb #ccc8dd3c
 KINDS = dict(heads=['heads'], neurons=['neurons'], both=['heads', 'neurons'], layers=['layers'])
-
-def kinds_of(units: str) -> list[str]:
-    "Kinds of some units. ValueError for another name."
-    if units in [*KINDS]: return KINDS[units]
-    raise ValueError(f'units={units}: give one of {", ".join(KINDS)}')
 
 @dataclasses.dataclass
 class Units:
@@ -169,10 +164,11 @@ def listed(kept: list[int]|int): # units left in a layer, or the number of its s
 
 def units_of(model, units: str, n: int, whole=False) -> list[Units]: # columns; as if none were cut
     "List the units of all layers, heads first."
+    if units not in [*KINDS]: raise ValueError(f'units={units}: give one of {", ".join(KINDS)}')
     config, row, found, start = model.config, architecture(model.config), [], 0
     attention = row.heads.partition(' ')[0].rpartition('.')[0]
     stack = [path for path in stacks(model) for _ in at(model.base_model, path)]
-    for kind in kinds_of(units):
+    for kind in KINDS[units]:
         named = [''] if kind == 'layers' else getattr(row, kind).split()
         if not named:
             raise ValueError(f'units={kind}: not in the row of {config.model_type}; see 04_hf_models')

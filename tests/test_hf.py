@@ -705,7 +705,7 @@ def test_names_of_units_are_checked_wherever_they_are_given():
     for units in ('neuron', 'Heads', '', None, ['heads'], 3):
         for ask in (lambda: hf.units_left(model, units, 4), lambda: hf.shape(model, units), lambda: hf.HFHeads(model, None, units),
                     lambda: hf_models.units_of(model, units, 4), lambda: hf.masked(model, torch.ones(3, 4), units).__enter__(),
-                    lambda: hf.remove_heads(model, KEEP, units=units), lambda: hf_models.unit_name(model.config, units),
+                    lambda: hf.remove_heads(model, KEEP, units=units),
                     lambda: hf.train_gates(model, [BATCH], .5, units), lambda: hf.check(model, BATCH, [units]), lambda: hf.check_once(model, [units])):
             with pytest.raises(ValueError) as e: ask()
             assert str(e.value) == f'units={units}: give one of heads, neurons, both, layers'
