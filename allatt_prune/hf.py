@@ -91,7 +91,7 @@ _slow = partial(bar, delay=0) # a step may take seconds
 def _three(x): # significant digits
     return f'{x:#.3g}'.rstrip('.') if 0 < abs(x) < 999.5 else f'{x:,.0f}'
 
-def _mask(x, decoder): # batch; of an encoder-decoder? -> 1 for tokens, 0 for padding; None: no padding
+def _mask(x, decoder): # batch; True: of a decoder with an encoder -> 1 for tokens; None: no padding
     if decoder and 'labels' in x and x['labels'].dim() > 1: return x['labels'] != -100
     if decoder and 'decoder_input_ids' in x: return x.get('decoder_attention_mask')
     return x.get('attention_mask') if 'input_ids' in x else None
