@@ -498,6 +498,10 @@ def test_a_card_survives_a_second_save(tmp_path): # in another folder, or in its
     (tmp_path/'a/README.md').write_text(card + 'mine') # not by the package
     again.save_pretrained(tmp_path/'a')
     assert (tmp_path/'a/README.md').read_text() == card + 'mine'
+    for config in ('{', '{"model_type": "gpt2", "n_layer": "x"}', None): # of something else, or none
+        (tmp_path/'a/config.json').write_text(config) if config else (tmp_path/'a/config.json').unlink()
+        again.save_pretrained(tmp_path/'a')
+        assert (tmp_path/'a/README.md').read_text() == card + 'mine'
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_padding_changes_nothing(kind): # on either side, or none
