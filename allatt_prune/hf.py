@@ -33,7 +33,7 @@ def is_causal(model) -> bool:
 def _distances(model, x): # as `_losses`: to the whole model's outputs
     found = []
     for name, out in outputs(model, x).items():
-        whole, real = x['whole'][name], x.get('attention_mask')
+        whole, real = x['whole'][name], _mask(x, model.config.is_encoder_decoder)
         if name.startswith(('start', 'end')): out, whole = out * real, whole * real # over tokens
         d = (out - whole).square().sum(-1) / whole.square().sum(-1).clamp(min=1e-30)
         found.append(d.reshape(d.shape[:1].numel(), -1))       # (b t) of tokens, (b 1) of rows
@@ -91,9 +91,14 @@ _slow = partial(bar, delay=0) # a step may take seconds
 def _three(x): # significant digits
     return f'{x:#.3g}'.rstrip('.') if 0 < abs(x) < 999.5 else f'{x:,.0f}'
 
-def _real(x, shape): # batch; (b t) of a layer -> True for tokens, not padding
-    mask = x['attention_mask'] if 'input_ids' in x else torch.ones(shape)
-    return mask.reshape(shape).bool()
+def _mask(x, decoder): # batch; True: of a decoder with an encoder -> 1 for tokens; None: no padding
+    if decoder and 'labels' in x and x['labels'].dim() > 1: return x['labels'] != -100
+    if decoder and 'decoder_input_ids' in x: return x.get('decoder_attention_mask')
+    return x.get('attention_mask') if 'input_ids' in x else None
+
+def _real(x, decoder, shape): # (b t) of a layer -> True for tokens, not padding
+    mask = _mask(x, decoder)
+    return torch.ones(shape).bool() if mask is None else mask.reshape(shape).bool()
 
 def _parameters(units): # (n p), all parameters of each unit that is left
     if units.kind == 'layers': return torch.cat([p.flatten() for p in units.layer.parameters()])[None]
@@ -108,7 +113,7 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
-    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # number of batches
+    def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # batches
         if not isinstance(model, torch.nn.Module): raise ValueError(f'model={model!r}: give a model, as from AutoModel.from_pretrained')
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
@@ -143,35 +148,37 @@ class HFHeads:
             raise ValueError('units: not heads or neurons of a whole model')
         return self.rows()
     @torch.no_grad()
-    def watch(self, z, hook, parts): # read all batches; hook: of batch, row and units -> handle
+    def watch(self, z, hook, parts): # read all batches; hook: of tokens, row, units -> handle
         for x in _slow(self.read(), f"{'least squares,' if z is None else 'scoring'} {self.units}"):
             x = x | dict(logits_to_keep=torch.zeros(1, dtype=torch.long)) # of one token
             with ExitStack() as hooks:
                 for i, units in enumerate(parts):
-                    if units.left: hooks.enter_context(hook(x, i, units)) # before the mask
+                    decoder = self.model.config.is_encoder_decoder and 'decoder' in units.stack
+                    real = partial(_real, x, decoder)          # of a shape
+                    if units.left: hooks.enter_context(hook(real, i, units)) # before the mask
                 hooks.enter_context(masked(self.model, z, self.units))
                 outputs(self.model, x)
     def outputs(self, look, z=None): # a repair has no z, and takes models with fewer units
-        def see(x, i, f, args): look(i, args[0][_real(x, args[0].shape[:2])])
-        def hook(x, i, units): return units.modules[-1].register_forward_pre_hook(partial(see, x, i))
+        def see(real, i, f, args): look(i, args[0][real(args[0].shape[:2])])
+        def hook(real, i, x): return x.modules[-1].register_forward_pre_hook(partial(see, real, i))
         self.watch(z, hook, self.rows() if z is None else self.parts())
     def attention(self, look, z=None):
         if self.units != 'heads': raise ValueError(f'units={self.units}: only heads attend')
         h, was = self.shape[1], self.model.config._attn_implementation
-        def see(x, i, attn, args, found): # weights (b hr t s)
+        def see(real, i, attn, args, found): # weights (b hr t s)
             if len(found) < 2 or not torch.is_tensor(found[1]):
-                raise ValueError(f'model={type(attn).__name__}: shows no attention; choose another score')
-            for p, real in zip(wide(found[1]), _real(x, found[1][:, 0, :, 0].shape)):
-                t, p = real.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
-                look(i, p[..., real, :][..., real], (t[:, None] - t).abs())
-        def hook(x, i, units): return units.attn.register_forward_hook(partial(see, x, i))
+                raise ValueError(f'model={type(attn).__name__}: shows no attention; take another score')
+            for p, own in zip(wide(found[1]), real(found[1][:, 0, :, 0].shape)):
+                t, p = own.nonzero().flatten(), rearrange(p, '(h r) t s -> h r t s', h=h)
+                look(i, p[..., own, :][..., own], (t[:, None] - t).abs())
+        def hook(real, i, x): return x.attn.register_forward_hook(partial(see, real, i))
         try:
             self.model.set_attn_implementation('eager')
             self.watch(torch.ones(self.shape) if z is None else z, hook, self.parts())
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
         f = self.rows(model)[i].modules[-1]                    # no weight in a layer without heads
-        return (weight_rows(f).T if hasattr(f, 'weight') else None), getattr(f, 'bias', None)
+        return (None if f.weight is None else weight_rows(f).T), f.bias
     def parameters(self, i): return _parameters(self.parts()[i])
     def costs(self): # (l n) parameters of each unit
         found = torch.zeros(self.shape)
@@ -236,10 +243,10 @@ def fisher(heads, z) -> torch.Tensor: # (l n)
 def influence(heads, z) -> torch.Tensor: # (l 1); for units='layers'
     "1 - cosine of input and output of each layer, mean over tokens."
     found = [[] for _ in z]
-    def see(x, i, layer, args, how, out):
-        before, after = (wide(v)[_real(x, v.shape[:2])] for v in ends(args, how, out))
+    def see(real, i, layer, args, how, out):
+        before, after = (wide(v)[real(v.shape[:2])] for v in ends(args, how, out))
         found[i].append(1 - F.cosine_similarity(before, after, -1))
-    def hook(x, i, units): return units.layer.register_forward_hook(partial(see, x, i), with_kwargs=True)
+    def hook(real, i, x): return x.layer.register_forward_hook(partial(see, real, i), with_kwargs=True)
     heads.watch(z, hook, heads.parts())
     return torch.stack([torch.cat(x).mean() for x in found])[:, None]
 
@@ -334,5 +341,5 @@ def _divergences(small, whole, x): # batch -> of each prediction, 0 at padding; 
     if 'whole' in x: return _distances(small, x)
     with torch.no_grad(), evaluating(whole): p = next(iter(outputs(whole, x).values())).log_softmax(-1)
     loss = F.kl_div(next(iter(outputs(small, x).values())).log_softmax(-1), p, reduction='none', log_target=True)
-    real = _real(x, p.shape[:-1]) if p.dim() > 2 else p.new_ones(len(p))
+    real = _real(x, small.config.is_encoder_decoder, p.shape[:-1]) if p.dim() > 2 else p.new_ones(len(p))
     return loss.sum(-1) * real, real

@@ -6,13 +6,13 @@
 __all__ = ['plain', 'shape', 'units_left', 'ends', 'masked', 'outputs', 'check', 'check_once', 'remove_heads']
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #66c4e7ad
-import copy, inspect, tempfile, warnings
+import copy, inspect, math, tempfile, warnings
 from contextlib import ExitStack, contextmanager
 from functools import partial
 import torch, transformers
 from torch import nn, Tensor
-from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, layers, n_heads,
-                                    pruned_class, units_of, weight_rows)
+from .hf_models import (KINDS, OwnConfig, Pruned, Units, architecture, at, cut, n_heads,
+                        pruned_class, stacks, units_of, weight_rows)
 from .model import wide
 from .importance import replaced, seeded
 from .remove import mask_and_z, per_head, unwrapped
@@ -37,21 +37,23 @@ def shape(
     *, columns: int = 0 # of a given mask; its number of groups then replaces `group`
 ) -> tuple[int, int]: # layers l, units n per layer, counting removed ones
     "Number of layers and units. In Llama and its relatives, heads that share keys form one unit."
-    if units not in KINDS: raise ValueError(f'units={units}: give one of {", ".join(KINDS)}')
     model = plain(model)
+    l = len(units_of(model, units, 0, whole=True)) // len(KINDS[units])
     h = dict(neurons=0, layers=1).get(units, n_heads(model.config))
-    if units in ('heads', 'layers'): return len(layers(model)), h
+    if units in ('heads', 'layers'): return l, h
     groups = getattr(model.config, 'neuron_groups', 0)         # fixed once some were removed
     if not groups:
-        width = weight_rows(units_of(model, 'neurons', 0)[0].modules[-1]).shape[1]
+        width = math.gcd(*(weight_rows(x.modules[-1]).shape[1] for x in units_of(model, 'neurons', 0)))
         if columns: group = width // max(columns - h, 1)
         if group < 1 or width % group: raise ValueError(f'group={group}: does not divide {width}')
         groups = width // group
-    return len(layers(model)), h + groups
+    return l, h + groups
 
-def units_left(model, units: str, n: int) -> Tensor: # as for `units_of` -> (l n)
+def units_left(model, units: str, n: int) -> Tensor: # n per layer of the whole model -> (l n)
     "True for units that were not removed."
-    found = torch.zeros(len(layers(model)), n, dtype=torch.bool)
+    l, own = shape(model, units, columns=n)
+    if n != own: raise ValueError(f'n={n}: a layer of this model has {own} {units}; see shape')
+    found = torch.zeros(l, n, dtype=torch.bool)
     for x in units_of(model, units, n): found[x.i, x.left] = True
     return found
 
@@ -111,24 +113,25 @@ def masked(
     model, units = unwrapped(model), getattr(z, 'units', units)
     model = plain(model.get_base_model() if hasattr(model, 'get_base_model') else model) # of PEFT
     if z is None: z = torch.ones(shape(model, units, 1))
-    stack = at(model.base_model, architecture(model.config).layers.rpartition('.')[0])
     mask = _numbers(z, 'z')
     n = mask.shape[-1]
     per_head(mask if mask.dim() < 3 else mask[:, 0], 'z', shape(model, units, columns=n))
-    now = _Pass(stack, z if callable(z) else lambda: mask)
+    name, draw = '_gradient_checkpointing_func', z if callable(z) else lambda: mask
     with ExitStack() as hooks:
         if isinstance(z, nn.Module): hooks.enter_context(same_modes(z))
         hooks.enter_context(torch.compiler.set_stance('force_eager'))
-        hooks.enter_context(stack.register_forward_pre_hook(now.begin))
-        rows = [x for x in units_of(model, units, n) if x.left]
-        for x in rows:
-            hooks.enter_context(
-                x.layer.register_forward_hook(partial(now.bypass, x), with_kwargs=True) if units == 'layers'
-                else x.modules[-1].register_forward_pre_hook(partial(now.multiply, x)))
-        if rows: hooks.enter_context(stack.register_forward_hook(now.end))
-        name = '_gradient_checkpointing_func'
-        runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
-        hooks.enter_context(replaced(name, runs))
+        for path in stacks(model):
+            stack = at(model.base_model, path.rpartition('.')[0])
+            now = _Pass(stack, draw)
+            hooks.enter_context(stack.register_forward_pre_hook(now.begin))
+            rows = [x for x in units_of(model, units, n) if x.left and x.stack == path]
+            for x in rows:
+                out = x.modules[-1]                            # a projection, or the layer
+                hooks.enter_context(out.register_forward_hook(partial(now.bypass, x), with_kwargs=True)
+                    if units == 'layers' else out.register_forward_pre_hook(partial(now.multiply, x)))
+            if rows: hooks.enter_context(stack.register_forward_hook(now.end))
+            runs = {m: partial(now.again, vars(m)[name]) for m in stack.modules() if name in vars(m)}
+            hooks.enter_context(replaced(name, runs))
         yield
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c07a1e05
@@ -150,23 +153,26 @@ def _keep_units(small, keep, z, units):
     if 'neurons' in kept: small.config.neuron_groups = len(x.span)
 
 def _keep_layers(small, stay): # an ordinary model with fewer layers
-    row, config, l = architecture(small.config), small.config.get_text_config(), len(layers(small))
-    for i, j in enumerate(stay):
-        for m in layers(small)[j].modules():                   # its place in caches
-            if hasattr(m, 'layer_idx'): m.layer_idx = i
-    path, _, name = row.layers.rpartition('.')
-    setattr(at(small.base_model, path), name, nn.ModuleList(layers(small)[j] for j in stay))
-    for name, x in [*vars(config).items()]:                     # lists with one entry for each layer
-        if isinstance(x, list) and len(x) == l and 'token' not in name:
+    config, whole = small.config.get_text_config(), units_of(small, 'layers', 1)
+    for name, x in [*vars(config).items()]:                    # lists with one entry for each layer
+        if isinstance(x, list) and len(x) == len(whole) and 'token' not in name:
             setattr(config, name, [x[j] for j in stay])
-    config.num_hidden_layers = len(stay)
+    for path in stacks(small):
+        own = nn.ModuleList(whole[j].layer for j in stay if whole[j].stack == path)
+        for i, layer in enumerate(own):
+            for m in layer.modules():                          # its place in caches
+                if hasattr(m, 'layer_idx'): m.layer_idx = i
+        parent, _, name = path.rpartition('.')
+        setattr(at(small.base_model, parent), name, own)
+        names = ['decoder_layers', 'num_decoder_layers'] * path.startswith('decoder')
+        setattr(config, next((x for x in names if hasattr(config, x)), 'num_hidden_layers'), len(own))
 
 def _removed(model, keep, z, units, inplace=False): # (l n) mask, multipliers -> the pruned model
     n = keep.shape[1]
     for x in units_of(model, units, n) if units != 'layers' else (): # refuse before anything is changed
         if x.left: [weight_rows(f) for f in x.modules]
     try: small = model if inplace else copy.deepcopy(model)
-    except RuntimeError as e: raise ValueError('model: hooks compute its weights; make them plain') from e
+    except RuntimeError as e: raise ValueError('model: hooks compute its weights; remove them') from e
     old, own = small.config, copy.deepcopy(small.config)
     new = {id(old): own, id(old.get_text_config()): own.get_text_config()}
     for m in small.modules():                                  # other models may share the old one
@@ -190,8 +196,8 @@ def outputs(model, x) -> dict[str, Tensor]: # batch; columns that the model does
     out = model(**{name: v.to(model.device) for name, v in given.items()})
     out = out.items() if hasattr(out, 'items') else ((str(i), v) for i, v in enumerate(out))
     out = {name: wide(v) for name, v in out if torch.is_tensor(v) and v.is_floating_point()}
-    out.pop('loss', None)
-    if len(out) > 1: out.pop('pooler_output', None)            # made of the others
+    for name in ('loss', 'pooler_output', 'encoder_last_hidden_state'): # the rest is made of it
+        if len(out) > 1: out.pop(name, None)
     return out
 
 def _gap(a, b): # two outputs
@@ -203,7 +209,9 @@ def _check(model, batch, kind, folder): # heads, neurons or layers
     i, j = torch.arange(l)[:, None], torch.arange(n)
     keep = units_left(model, kind, n) & ((i + j) % 3 > 0) & ((i < l - 1) | (l == 1))
     z = keep * (.5 + j / n)
-    if kind == 'layers': z = keep = i > 0                      # a layer is there, or not
+    if kind == 'layers':                                       # a layer is there, or not
+        of = [x.stack for x in units_of(model, kind, 1)]
+        z = keep = torch.tensor([[j > of.index(x)] for j, x in enumerate(of)])
     with masked(model, z, kind): want = outputs(model, batch)
     effect = _gap(want, outputs(model, batch))
     try:
@@ -235,8 +243,8 @@ def check(
             _check(model, batch, kind, folder)
 
 # %% ../nbs/beyond/05_hf_heads.ipynb #c4ec4001
-_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config', 'report',
-        'out_features', 'out_indices')                         # of a backbone: names of layers
+_OWN = ('kept_heads', 'kept_neurons', 'neuron_groups', 'auto_map', 'model_type', 'quantization_config',
+        'report', 'source', 'about', 'out_features', 'out_indices') # of a backbone
 _MOST = dict(vocab_size=128, token_id=127, head_dim=16, rotary=16, experts=8,
              intermediate_size=96) # by part of a name
 _CHECKED = set()
@@ -309,7 +317,8 @@ def remove_heads(
     keep, z = (x.cpu() for x in mask_and_z(keep, z, shape(model, units, columns=n)))
     if (keep & ~units_left(model, units, n)).any():
         raise ValueError('keep: some of these were removed before')
-    if units == 'layers' and (not keep.any() or (z != keep).any()):
-        raise ValueError('keep: a layer is there or not, and one must stay; give a mask')
+    left = {x.stack for x in units_of(model, units, n) if keep[x.i].any()}
+    if units == 'layers' and (left != {*stacks(model)} or (z != keep).any()):
+        raise ValueError('keep: a layer is there or not, and one must stay in each stack; give a mask')
     check_once(model, KINDS[units])
     return _removed(model, keep, z, units, inplace)

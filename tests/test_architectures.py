@@ -15,6 +15,8 @@ SOUND = ATTEND | dict(conv_dim=[16, 16], conv_stride=[5, 4], conv_kernel=[5, 4],
                       num_conv_pos_embedding_groups=2, vocab_size=30)
 STACKS = dict(vocab_size=60, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
               decoder_ffn_dim=48, max_position_embeddings=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+T5 = dict(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+          decoder_start_token_id=1)
 GROUPS = dict(num_attention_heads=8)  # two heads share keys and values
 EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                shared_expert_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1, moe_layer_start_index=1)
@@ -50,10 +52,11 @@ def tiny(kind, **changes): # -> model, batch
     elif 'encoder_layers' in fields:
         given, x, auto = STACKS, x | dict(decoder_input_ids=IDS[:, :4]), AutoModelForSeq2SeqLM
         if 'num_mel_bins' in fields: x, auto = dict(input_features=rand(2, 8, 40), decoder_input_ids=IDS[:2, :4]), AutoModelForSpeechSeq2Seq
+    elif 'num_decoder_layers' in fields: given, x, auto = T5, x | dict(decoder_input_ids=IDS[:, :4]), AutoModelForSeq2SeqLM
     elif 'conv_dim' in fields: given, x = SOUND, dict(input_values=rand(2, 400))
     elif 'patch_size' in fields: given, x = PIXELS, dict(pixel_values=rand(2, 4, 3, 16, 16) if kind == 'videomae' else rand(2, 3, 16, 16))
     elif 'experts' in ' '.join(fields): given = given | EXPERTS
-    if fields.get('num_key_value_heads') and 'head_dim' not in CHANGES.get(kind, {}): given = given | GROUPS
+    if fields.get('num_key_value_heads') and given is not T5 and 'head_dim' not in CHANGES.get(kind, {}): given = given | GROUPS
     if fields.get('head_dim'): given = given | dict(head_dim=8)
     torch.manual_seed(0)
     model = auto.from_config(config(**given | CHANGES.get(kind, {}) | changes), attn_implementation='eager').eval()
@@ -74,7 +77,7 @@ def blind(model, z, units): # output weights multiplied by z, in place of the ma
     return model
 
 ONE = dict(num_attention_heads=4, num_key_value_heads=1) # all heads of a layer share one key
-OTHERS = [('llama', ONE), ('gemma', ONE), ('phi3', ONE), ('gpt_oss', ONE), ('gpt_bigcode', dict(multi_query=False)),
+OTHERS = [('t5', dict(feed_forward_proj='gated-gelu')), ('llama', ONE), ('gemma', ONE), ('phi3', ONE), ('gpt_oss', ONE), ('gpt_bigcode', dict(multi_query=False)),
           ('falcon', dict(multi_query=False)), ('falcon', dict(new_decoder_architecture=True, num_attention_heads=8, num_kv_heads=4))]
 
 @pytest.mark.parametrize('kind,changes', [*((kind, {}) for kind in ROWS), *OTHERS])
@@ -89,6 +92,7 @@ def test_every_row(kind, changes, tmp_path, monkeypatch):
     if row.neurons: group = hf_models.weight_rows(hf_models.units_of(model, 'neurons', 4)[0].modules[-1]).shape[1] // 4
     z = torch.tensor([[0., 0, 0, 0] * len(kinds), [.5, 0, 1, 2] * len(kinds), [0, 1.5, 0, 1] * len(kinds)])  # the cache counts in the first layer
     if kind == 'albert': z = z[1:2]
+    if model.config.is_encoder_decoder: z = torch.cat([z, torch.tensor([[0., 0, 0, 0] * len(kinds), [0, 2, .5, 1] * len(kinds)])]) # of the decoder
     assert hf.shape(model, units, group) == z.shape
     want = values(blind(model, z, units), x)
     effect = (want - values(model, x)).abs().max()

@@ -193,7 +193,7 @@ def test_wrong_numbers_are_refused():
         with pytest.raises(ValueError, match=said): ask()
     for said, ask in (('batches: empty', lambda: score(bert.train(), [], 'output_difference')),
                       ('sparsity=0: give a share', lambda: hf.train_gates(bert, [x], 0)), ('sparsity=None', lambda: hf.train_gates(bert, [x], None)),
-                      ('model=t5: no row; describe it', lambda: hf.shape(transformers.T5EncoderModel(transformers.T5Config(d_model=8, d_kv=4, num_layers=1))))):
+                      ('model=mamba: no row; describe it', lambda: hf.shape(transformers.MambaModel(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1))))):
         with pytest.raises(ValueError, match=said): ask()
     assert bert.training and torch.equal(score(bert, plain, 'entropy'), score(bert, x, 'entropy'))
 
@@ -481,6 +481,28 @@ def test_a_card_names_the_model_that_was_pruned(source, title, linked, tmp_path,
     front, rest = (tmp_path/'small/README.md').read_text().removeprefix('---\n').split('---\n', 1)
     assert rest.startswith(f'# {title}, pruned\n') and front.splitlines() == ['library_name: transformers'] + [f'base_model: {source}'] * linked
 
+def test_a_card_survives_a_second_save(tmp_path): # in another folder, or in its own after more was removed
+    small = hf.remove_heads(made('bert'), KEEP)
+    small.config._name_or_path, small.config.report = 'someone/tiny-bert', '5 of 12 heads kept'
+    small.save_pretrained(tmp_path/'a', about='Nobody chose these heads.')
+    card = (tmp_path/'a/README.md').read_text()
+    for said in ('base_model: someone/tiny-bert', '# tiny-bert, pruned', '- 5 of 12 heads', 'Nobody chose', '[0, 3, 1]'): assert said in card
+    for folder, to in ('ab', 'bc', 'ca'):
+        again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path/folder)
+        again.save_pretrained(tmp_path/to)
+        assert (tmp_path/to/'README.md').read_text() == card
+    less = KEEP.clone()
+    less[1, 0] = False
+    hf.remove_heads(again, less, inplace=True).save_pretrained(tmp_path/'c')
+    assert (tmp_path/'c/README.md').read_text() == card.replace('[0, 3, 1]', '[0, 2, 1]')
+    (tmp_path/'a/README.md').write_text(card + 'mine') # not by the package
+    again.save_pretrained(tmp_path/'a')
+    assert (tmp_path/'a/README.md').read_text() == card + 'mine'
+    for config in ('{', '{"model_type": "gpt2", "n_layer": "x"}', None): # of something else, or none
+        (tmp_path/'a/config.json').write_text(config) if config else (tmp_path/'a/config.json').unlink()
+        again.save_pretrained(tmp_path/'a')
+        assert (tmp_path/'a/README.md').read_text() == card + 'mine'
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_padding_changes_nothing(kind): # on either side, or none
     model = made(kind, task='CausalLM' if kind in DECODERS else 'MaskedLM')
@@ -531,7 +553,8 @@ def test_parts_that_skip_hooks_are_refused():
 
 LLAMA = 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj'
 
-def test_wrong_rows_are_refused():
+def test_wrong_rows_are_refused(monkeypatch):
+    monkeypatch.setattr(hf_models, 'ARCHITECTURES', dict(hf_models.ARCHITECTURES)) # other tests need the right ones
     for kind, said, row, changes in (
             ('modernbert', 'heads removed: .* from masked', ('attn.Wqkv attn.Wo',), dict(cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)), # in three blocks
             ('phi3', 'heads removed: ', ('self_attn.qkv_proj self_attn.o_proj', '', 3), dict(eos_token_id=1, bos_token_id=1)), # sizes are fixed
@@ -681,6 +704,23 @@ def test_a_mask_of_none_multiplies_by_one(units): # in groups of any size
     for model in (made('bert'), made('gpt2'), hf.remove_heads(made('bert'), torch.ones(3, 9).index_fill(1, torch.tensor([2, 7]), 0), units='both')):
         want = hidden(model)
         with hf.masked(model, None, units): assert torch.equal(hidden(model), want)
+
+def test_names_of_units_are_checked_wherever_they_are_given():
+    model = made('bert')
+    for units in ('neuron', 'Heads', '', None, ['heads'], 3):
+        for ask in (lambda: hf.units_left(model, units, 4), lambda: hf.shape(model, units), lambda: hf.HFHeads(model, None, units),
+                    lambda: hf_models.units_of(model, units, 4), lambda: hf.masked(model, torch.ones(3, 4), units).__enter__(),
+                    lambda: hf.remove_heads(model, KEEP, units=units),
+                    lambda: hf.train_gates(model, [BATCH], .5, units), lambda: hf.check(model, BATCH, [units]), lambda: hf.check_once(model, [units])):
+            with pytest.raises(ValueError) as e: ask()
+            assert str(e.value) == f'units={units}: give one of heads, neurons, both, layers'
+    assert [hf.units_left(model, *given).shape for given in (('heads', 4), ('neurons', 8), ('both', 9), ('layers', 1))] == [(3, 4), (3, 8), (3, 9), (3, 1)]
+    small = hf.remove_heads(model, torch.ones(3, 8), units='neurons')
+    for net, units, n in ((model, 'heads', 3), (model, 'heads', 5), (model, 'neurons', 7), (model, 'both', 3), (model, 'layers', 4), (small, 'neurons', 4)):
+        with pytest.raises(ValueError, match=f'^n={n}: a layer of this model has|^group=') as e: hf.units_left(net, units, n)
+        assert '\n' not in str(e.value)
+    for net in (3, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match='not a plain one'): hf.units_left(net, 'heads', 4)
 
 def test_a_mask_is_of_gates_or_numbers():
     model = made('bert')
