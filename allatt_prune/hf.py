@@ -289,7 +289,7 @@ def prune(
     held_out=None # batches for the loss in the report; None: up to 16 of those above
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons that matter least, and refit the others; or remove layers."
-    if units == 'both' or units not in KINDS: raise ValueError(f'units={units}: give neurons, heads or layers')
+    if units == 'both' or units not in [*KINDS]: raise ValueError(f'units={units}: give neurons, heads or layers')
     whole, layered = _inside(model), units == 'layers'
     with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, units, 1, loss), held_out)
     cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
