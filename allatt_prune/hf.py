@@ -333,6 +333,7 @@ def heal(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            torch.clear_autocast_cache()                       # it holds the weights of before
             turns.set_postfix_str(f'loss {_three(loss.item())}', refresh=False)
         _note(net, f'healed for {steps} steps: {text(before, lost(net))}')
     return small

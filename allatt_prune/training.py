@@ -120,6 +120,7 @@ def train_steps(
             # step
             state.optimizers[0].param_groups[0]['lr'] = state.lr
             for o in state.optimizers: o.step()
+            torch.clear_autocast_cache()                       # it holds the weights of before
             state.step = step + 1
             yield state
     if gates is not None: gates.freeze()

@@ -1,6 +1,8 @@
 "Losses, scores and teachers in half precision against float64 sums over the same numbers."
+from contextlib import nullcontext
 import pytest, torch, torch.nn.functional as F
 from allatt_prune.engine.corpora import load_corpus
+from allatt_prune.engine.text import from_texts
 from allatt_prune.distill import Distill
 from allatt_prune.importance import METHODS, score
 from allatt_prune.engine.checkpoint import build
@@ -69,3 +71,15 @@ def test_training(setting):
         found[dtype] = [x['loss'] for x in train(model, corpus, recipe, mine.gates, penalty=mine.penalty, **more)]
     assert found['float32'] == pytest.approx(found['bfloat16'], rel=.02) and len(found['float32']) == 4
     assert found['float32'] != found['bfloat16']
+
+@pytest.mark.parametrize('fast', (True, False))
+def test_each_step_of_training_inside_autocast_sees_the_one_before(fast):
+    corpus = from_texts([['returns the value of the name ' * 100]])
+    recipe, ends = get_recipe('tiny', **{k: x for k, x in CFG.items() if k != 'vocab'}, dropout=0., attn_dropout=0., dtype='bfloat16', steps=5, batch=4), []
+    for outer in (False, True):
+        torch.manual_seed(0)
+        cfg = recipe.config(len(corpus.vocab))
+        model = build(cfg) if fast else LM(cfg)
+        with torch.autocast('cpu', torch.bfloat16) if outer else nullcontext(): train(model, corpus, recipe, progress=False)
+        ends.append([*model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends))

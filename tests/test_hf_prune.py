@@ -377,6 +377,17 @@ def test_heal_brings_predictions_closer(kind):
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), whole.parameters()))
     with pytest.raises(ValueError, match='small=torch.bfloat16: too coarse'): hf.heal(small.bfloat16(), model, batches, 2)
 
+@pytest.mark.parametrize('kind', ['bert', 'llama'])
+def test_each_step_of_healing_inside_autocast_sees_the_one_before(kind):
+    model, batches = for_scores(kind)
+    small = hf.prune(model, batches, .1)
+    healed = {}
+    for kept in (True, False): # may autocast keep its casts of the weights?
+        healed[kept] = copy.deepcopy(small)
+        with torch.autocast('cpu', torch.bfloat16, cache_enabled=kept): hf.heal(healed[kept], model, batches, 6, lr=1e-2)
+    assert all(torch.equal(p, q) for p, q in zip(*(net.parameters() for net in healed.values())))
+    assert any(not torch.equal(p, q) for p, q in zip(healed[True].parameters(), small.parameters()))
+
 def test_heal_an_encoder():
     model, batches = for_scores('bert')
     model, batches = model.base_model, [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
