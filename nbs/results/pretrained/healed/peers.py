@@ -3,8 +3,8 @@
     PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=1 python peers.py DATA FOLDER [names, as in a shell [seed [steps]]]
 
 DATA has wikitext-103/wiki.{valid,test}.tokens.xz. Each arm is a file of FOLDER: losses of 16 passages of 512 tokens of WikiText-103's test part
-and of 8 of Python's reference, as removed, after least squares, and after 30 steps of `hf.heal` of 2 x 128 tokens of the validation part
-(embeddings frozen, products in bfloat16); 200 steps, at less than half of the rate, are files of their own. The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
+and of 8 of Python's reference, as removed, after least squares, and (files named -200) after 200 steps of `hf.heal` of 2 x 128 tokens of the
+validation part (embeddings frozen, products in bfloat16). The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
 both, layers). Scores read 8,192 tokens of the validation part, least squares 16,384. A seed draws the rows that scores, least squares and healing
 read. The arm torch_pruning needs torch-pruning 1.6.1. CPU seconds are of one thread of a busy machine.
 Criteria of others are written from their formulas and choose among single neurons of all layers, or of each layer alike (uniform):
@@ -34,7 +34,7 @@ from allatt_prune.importance import keep_mask, score
 from experiment import recorded
 from jobs import batches, losses, smollm2, texts, timed
 
-SHARE, RATES = 6144 / 46080, {30: 1e-4, 200: 4e-5} # steps of healing: rate
+SHARE, RATE = 6144 / 46080, 4e-5 # of healing
 PARTS = Path(__file__).parents[2]/'pretrained.json'
 
 def norms(heads): # -> (l n) of single neurons: sum of squares, variance over tokens
@@ -61,11 +61,11 @@ class Arms:
         small = small.to(torch.float32)
         small.get_input_embeddings().requires_grad_(False)
         with torch.autocast('cpu', torch.bfloat16):
-            _, seconds = timed(hf.heal, small, self.whole, self.tune, self.steps, lr=RATES[self.steps], progress=False)
+            _, seconds = timed(hf.heal, small, self.whole, self.tune, self.steps, lr=RATE, progress=False)
         return self.judged(small.bfloat16()), seconds
     def about(self, small, seconds, heal, **more):
         found = dict(seed=self.seed, date=time.strftime('%Y-%m-%d'), transformers=transformers.__version__,
-                     steps=self.steps, rate=RATES[self.steps], parameters=small.num_parameters(), seconds=seconds) | more
+                     steps=self.steps, rate=RATE, parameters=small.num_parameters(), seconds=seconds) | more
         if heal: found['healed'], seconds['heal'] = self.healed(small)
         return found
     @cached_property
@@ -121,7 +121,7 @@ class Arms:
         small = hf.remove_heads(self.whole, torch.tensor(part['runs'][0]['keep']), units='both')
         return self.about(small, dict(choose=part['seconds']), True)
     def tuned(self, small): # on the text itself, with the schedule of `hf.heal`
-        optimizer = torch.optim.AdamW(small.parameters(), lr := RATES[self.steps], weight_decay=0.)
+        optimizer = torch.optim.AdamW(small.parameters(), lr := RATE, weight_decay=0.)
         small.get_input_embeddings().requires_grad_(False)
         def tune():
             for step in range(self.steps):
