@@ -46,10 +46,8 @@ def _mix(x): # hash of 32-bit numbers
 def _salt(seed, row): return _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
 @_kernel
 def _drop(x, salt, key, DROP: tl.constexpr): # DROP: probability times 2^31, for 31 random bits
-    if DROP:
-        keep = (_mix(salt[:, None] + key.to(tl.uint32)*0x1e3779b9) >> 1) >= DROP
-        x = tl.where(keep, x * (2147483648. / (2147483648. - DROP)), 0.)
-    return x
+    keep = (_mix(salt[:, None] + key.to(tl.uint32)*0x1e3779b9) >> 1) >= DROP
+    return tl.where(keep, x * (2147483648. / (2147483648. - DROP)), 0.)
 
 # %% ../../nbs/engine/00_cuda.ipynb #c7c720a3
 @_kernel

@@ -52,20 +52,23 @@ def _rows_forward(q, k, v, dropout, seed): # (h r d), (h n d), (h n d) -> (h r d
     out, lse = (_join(x) for x in zip(*parts.values()))
     return out.to(v.dtype), lse                                # dropout's scale comes later
 
+def _add(sums, part, x, y): # x @ y to the sum of a part
+    sums[part.start] = sums[part.start].baddbmm_(x, y) if part.start in sums else torch.bmm(x, y)
+
 def _rows_backward(g, q, k, v, out, lse, dropout, seed): # out, lse: merged -> gradients of q, k, v
     D, g = (g.to(lse.dtype) * out).sum(-1, keepdim=True), g / (1 - dropout)
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))     # contiguous
+    dq, dk, dv = {}, {}, {}
     for number, (i, j) in _tiles(q, k):
         p = wide(torch.bmm(q[:, i], k[:, j].mT)).sub_(lse[:, i, None]).mul_(1 / math.log(2)).exp2_()
         dp, kept = wide(torch.bmm(g[:, i], v[:, j].mT)), p
         if dropout:
             mask = dropout_mask(p, dropout, seed, -1 - number)
             dp, kept = dp.mul_(mask), mask.mul_(p)
-        dv[:, j].baddbmm_(kept.to(g.dtype).mT, g[:, i])
+        _add(dv, j, kept.to(g.dtype).mT, g[:, i])
         ds = dp.sub_(D[:, i]).mul_(p).to(q.dtype)
-        dq[:, i].baddbmm_(ds, k[:, j])
-        dk[:, j].baddbmm_(ds.mT, q[:, i])
-    return dq, dk, dv
+        _add(dq, i, ds, k[:, j])
+        _add(dk, j, ds.mT, q[:, i])
+    return (_join([*x.values()]) for x in (dq, dk, dv))
 
 # %% ../../nbs/engine/00_fused.ipynb #27a6d994
 def _cpu_forward(q, k, v, *_):
