@@ -77,7 +77,7 @@ class LMHeads:
             q, k, _, r, u, w, pk, _ = args
             if k.shape[2] - q.shape[2] < m: return             # the memory is not full yet
             for p in weights(q, k, r, u, w, pk):
-                look(i, rearrange(p, 'b h t k -> h b t k'), torch.arange(p.shape[-1] - pk.shape[1]).to(p))
+                look(i, rearrange(p, 'b h t k -> h b t k'), torch.arange(p.shape[-1] - len(pk[0])).to(p))
         self.watch(see, z)
     def projection(self, i, model=None): # W_o of this or another model: (hd c) weights, (c) bias
         attn = (model or self.model).layers[i].attn

@@ -81,7 +81,7 @@ def _cpu_backward(g, q, k, v, out, lse, *_):
 
 # %% ../../nbs/engine/00_fused.ipynb #17d7b3eb
 def _band(x, m): # (... c c+m) by key -> (... c m) by distance: a view, row i of columns i+1 to i+m
-    return x.as_strided((*x.shape[:-1], m), (*x.stride()[:-2], x.shape[-1] + 1, 1), 1) # x: new, starts at 0
+    return x.as_strided((*x.shape[:-1], m), (*x.stride()[:-2], x.shape[-1] + 1, 1), 1) # of a new x
 
 # %% ../../nbs/engine/00_fused.ipynb #2e1563f1
 BLOCK = 64 # queries of a block
@@ -164,7 +164,7 @@ def works(name: str, device: str|torch.device, dtype: torch.dtype, d: int) -> bo
     close = 3e-2 if dtype.itemsize == 2 else 1e-4
     try:
         here = name != 'triton' or torch.device(device).index in (None, torch.cuda.current_device())
-        return here and all((a - b).norm() <= close * b.norm() for a, b in zip(results(name), results('rows')))
+        return here and all((a - b).norm() <= close * b.norm() for a, b in zip(*map(results, (name, 'rows'))))
     except Exception: return False
 
 _works = torch.compiler.assume_constant_result(lambda *args: works(*args))
