@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADAPTERS', 'STATISTICS', 'METHODS', 'tokens_needed', 'exact', 'replaced', 'LMHeads', 'heads_of', 'entropy', 'gini',
-           'distance', 'concentration', 'on_persistent', 'attention_statistics', 'output_difference', 'gradients',
-           'leave_one_out', 'magnitude', 'seeded', 'score', 'keep_mask']
+           'distance', 'concentration', 'on_persistent', 'weights', 'attention_statistics', 'output_difference',
+           'gradients', 'leave_one_out', 'magnitude', 'seeded', 'score', 'keep_mask']
 
 # %% ../nbs/beyond/00_importance.ipynb #501425fb
 import importlib, math
@@ -17,8 +17,7 @@ from einops import rearrange, reduce
 from torch import nn, Tensor
 from .config import LMConfig
 from .data import Streams
-from .engine.fused import weights
-from .model import LM
+from .model import LM, wide
 from .progress import bar, shown
 from .remove import per_head, remove_heads, unwrapped
 from .training import check_ids, evaluate, evaluating
@@ -77,9 +76,8 @@ class LMHeads:
         def see(i, args, out):
             q, k, _, r, u, w, pk, _ = args
             if k.shape[2] - q.shape[2] < m: return             # the memory is not full yet
-            for _, context, persistent in weights(q, k, r, u, w, pk):
-                p = rearrange(torch.cat([context, persistent], -1), 'b h t k -> h b t k')
-                look(i, p, torch.arange(context.shape[-1], device=p.device, dtype=p.dtype))
+            for p in weights(q, k, r, u, w, pk):
+                look(i, rearrange(p, 'b h t k -> h b t k'), torch.arange(p.shape[-1] - len(pk[0])).to(p))
         self.watch(see, z)
     def projection(self, i, model=None): # W_o of this or another model: (hd c) weights, (c) bias
         attn = (model or self.model).layers[i].attn
@@ -130,6 +128,19 @@ def on_persistent(p: Tensor, away: Tensor) -> Tensor: # -> (...), from 0 to 1
 STATISTICS = dict( # functions of (... k) weights, context keys first, and of their distances
     entropy=entropy, gini=gini, distance=distance,
     concentration=concentration, persistent=on_persistent)
+
+# %% ../nbs/beyond/00_importance.ipynb #6ba52815
+def weights(q, k, r, u, w, pk): # inputs of `attend` -> (b h t m+n), context by distance from 0
+    "Yield the attention weights of 64 queries at a time."
+    (t, d), s, m = q.shape[2:], k.shape[2], min(r.shape[1], k.shape[2])
+    k = nn.functional.pad(k, (0, 0, t + m - s, 0))             # padded in front, or cut
+    for i in range(0, t, 64):
+        rows = q[:, :, i:i+64]
+        content = (rows + u[:, None]) @ k[:, :, i:i+64+m].mT   # (b h c c+m)
+        content[..., :max(0, t + m - s - i)] = -math.inf       # before the text
+        band = torch.stack([x[..., j+1:j+1+m] for j, x in enumerate(content.unbind(2))], 2).flip(-1)
+        context = (band + (rows + w[:, None]) @ r[:, :m].mT) / d**.5
+        yield wide(torch.cat([context, rows @ pk.mT], -1)).softmax(-1)
 
 # %% ../nbs/beyond/00_importance.ipynb #bb4d9268
 @torch.no_grad()

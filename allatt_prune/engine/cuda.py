@@ -7,7 +7,6 @@ __all__ = ['SIZE', 'forward', 'backward']
 
 # %% ../../nbs/engine/00_cuda.ipynb #19f235b2
 import torch
-from torch import Tensor
 from types import SimpleNamespace
 try: import triton, triton.language as tl
 except ImportError: triton, tl = None, SimpleNamespace(constexpr=int) # PyTorch's CPU builds come without it
@@ -16,23 +15,26 @@ def _kernel(f): return triton.jit(f) if triton else f
 
 # %% ../../nbs/engine/00_cuda.ipynb #fe95f6ac
 @_kernel
-def _load(at, mask): return tl.load(at, mask=mask, other=0.)  # zeros outside
-
+def _places(Z, ZM, PK, PV, first, b, h, T, S, N, H, mb, mt, # -> keys, those there, addresses
+            D: tl.constexpr, SIZE: tl.constexpr, CONTEXT: tl.constexpr):
+    j, d = first + tl.arange(0, SIZE), tl.arange(0, D)
+    if CONTEXT: # a tile is of the memory or of the segment
+        old, ok = first < 0, (j >= -S) & (j < T)
+        at = tl.where(old, ZM + b*mb + S*mt + h*D, Z + b*T*3*H*D + (H + h)*D)
+        k = at + j[:, None]*tl.where(old, mt, 3*H*D) + d
+        v = k + H*D
+    else:
+        ok, at = j < N, j[:, None]*D + d
+        k, v = PK + h*N*D + at, PV + h*N*D + at
+    return j, ok, k, v
 @_kernel
-def _side(Z, ZM, first, b, h, T, S, H, mb, mt, D: tl.constexpr, SIZE: tl.constexpr):
-    j, old = first + tl.arange(0, SIZE), first < 0             # a tile is of the memory or of the segment
-    at = tl.where(old, ZM + b*mb + S*mt + h*D, Z + b*T*3*H*D + (H + h)*D)
-    return j, at + j[:, None]*tl.where(old, mt, 3*H*D) + tl.arange(0, D), ((j >= -S) & (j < T))[:, None]
-@_kernel
-def _context(q, k, P, i, j, T, S, M): # scores to base 2, number of the key
-    far = j[None, :] - i[:, None] + M - 1                      # furthest first
-    seen = (far >= 0) & (far < M) & ((j >= -S) & (j < T))[None, :] & (i < T)[:, None]
-    s = (tl.dot(q, tl.trans(k)) + _load(P + i[:, None]*M + far, seen)) * 1.4426950408889634
-    return tl.where(seen, s, -float('inf')), far
-@_kernel
-def _persistent(q, k, i, j, T, M, N): # the same
-    seen = (j < N)[None, :] & (i < T)[:, None]
-    return tl.where(seen, tl.dot(q, tl.trans(k))*1.4426950408889634, -float('inf')), M + j[None, :]
+def _scores(q, k, P, i, j, here, ok, M, CONTEXT: tl.constexpr): # to base 2, number of the key
+    s, key, seen = tl.dot(q, tl.trans(k)), M + j[None, :], here[:, None] & ok[None, :]
+    if CONTEXT: # furthest first
+        key = j[None, :] - (i - M + 1)[:, None]
+        seen = seen & (key >= 0) & (key < M)
+        s += tl.load(P + i[:, None]*M + key, seen, 0.)
+    return tl.where(seen, s*1.4426950408889634, -float('inf')), key
 
 # %% ../../nbs/engine/00_cuda.ipynb #42a5283e
 @_kernel
@@ -44,18 +46,8 @@ def _mix(x): # hash of 32-bit numbers
 def _salt(seed, row): return _mix(tl.load(seed).to(tl.uint32) ^ _mix(row.to(tl.uint32)))
 @_kernel
 def _drop(x, salt, key, DROP: tl.constexpr): # DROP: probability times 2^31, for 31 random bits
-    if DROP:
-        keep = (_mix(salt[:, None] + key.to(tl.uint32)*0x1e3779b9) >> 1) >= DROP
-        x = tl.where(keep, x * (2147483648. / (2147483648. - DROP)), 0.)
-    return x
-
-# %% ../../nbs/engine/00_cuda.ipynb #f69d3041
-@_kernel
-def _step(o, top, total, s, v, VS, salt, key, DROP: tl.constexpr): # one tile more in the softmax
-    higher = tl.maximum(top, tl.max(s, 1))
-    p, less = tl.math.exp2(s - higher[:, None]), tl.math.exp2(top - higher)
-    o = o*less[:, None] + tl.dot(_drop(p, salt, key, DROP).to(v.dtype), v)*VS
-    return o, higher, total*less + tl.sum(p, 1)
+    keep = (_mix(salt[:, None] + key.to(tl.uint32)*0x1e3779b9) >> 1) >= DROP
+    return tl.where(keep, x * (2147483648. / (2147483648. - DROP)), 0.)
 
 # %% ../../nbs/engine/00_cuda.ipynb #c7c720a3
 @_kernel
@@ -69,74 +61,68 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
              SCALE: tl.constexpr, DROP: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, d = tile*SIZE + tl.arange(0, SIZE), tl.arange(0, D)
-    here, first, salt = (i < T)[:, None], (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i)
+    here, first, salt = i < T, (b*H + h)*T, _salt(seed, ((b*H + h)*T).to(tl.int32) + i)
     col, at, out = h*D + d, b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, b*T*H*D + h*D + i[:, None]*(H*D) + d
     P, DP = P + (h*B + b)*T*M, DP + (h*B + b)*T*M
-    q = _load(Z + at, here).to(tl.float32) - tl.load(W + col).to(tl.float32)
+    q = tl.load(Z + at, here[:, None], 0.).to(tl.float32) - tl.load(W + col).to(tl.float32)
     qu, q = ((q + tl.load(U + col).to(tl.float32))*SCALE).to(Z.dtype.element_ty), q.to(Z.dtype.element_ty)
     o, total, top = tl.zeros([SIZE, D], tl.float32), tl.zeros([SIZE], tl.float32), tl.full([SIZE], -1e30, tl.float32)
-    lo = tile*SIZE - (M + SIZE - 2)//SIZE*SIZE                 # the band of the tile's queries
-    if BACK: # every number of DP is written
-        g, l, dqu = _load(G + out, here), _load(L + first + i, i < T), tl.zeros([SIZE, D], tl.float32)
-        delta = tl.sum(g.to(tl.float32) * _load(O + out, here), 1)
-        tl.store(DELTA + first + i, delta, mask=i < T)
-    else: lo = tl.maximum(lo, -((S + SIZE - 1)//SIZE*SIZE))
-    for start in range(lo, tile*SIZE + SIZE, SIZE):
-        j, there, ok = _side(Z, ZM, start, b, h, T, S, H, mb, mt, D, SIZE)
-        k, v = _load(there, ok), _load(there + H*D, ok)
-        s, key = _context(qu, k, P, i, j, T, S, M)
-        if BACK:
-            _, ds = _grads(s, g, v, 1., l, delta, salt, key, DROP)
-            dqu += tl.dot(ds, k)
-            tl.store(DP + i[:, None]*M + key, ds, mask=(key >= 0) & (key < M) & here)
-        else: o, top, total = _step(o, top, total, s, v, 1., salt, key, DROP)
-    for start in range(0, N, SIZE):
-        j = start + tl.arange(0, SIZE)
-        there, ok = h*N*D + j[:, None]*D + d, (j < N)[:, None]
-        k, v = _load(PK + there, ok), _load(PV + there, ok)
-        s, key = _persistent(q, k, i, j, T, M, N)
-        if BACK: o += tl.dot(_grads(s, g, v, VS, l, delta, salt, key, DROP)[1], k)
-        else: o, top, total = _step(o, top, total, s, v, VS, salt, key, DROP)
-    if BACK: # o: the persistent keys' part
-        dqu *= SCALE
-        tl.store(DZ + at, dqu + o, mask=here)
-        tl.store(DU + (b*tl.num_programs(0) + tile)*H*D + col, tl.sum(dqu, 0))
+    if BACK: # o: gradient of the queries
+        g, l = tl.load(G + out, here[:, None], 0.), tl.load(L + first + i, here, 0.)
+        delta = tl.sum(g.to(tl.float32) * tl.load(O + out, here[:, None], 0.), 1)
+        tl.store(DELTA + first + i, delta, mask=here)
+    for part in tl.static_range(2): # the band of the tile's queries, then the persistent keys
+        lo, hi, x, scale = tile*SIZE - (M + SIZE - 2)//SIZE*SIZE, tile*SIZE + SIZE, qu, 1.
+        if part: lo, hi, x, scale = 0, N, q, VS
+        elif not BACK: lo = tl.maximum(lo, -((S + SIZE - 1)//SIZE*SIZE)) # BACK: every number of DP
+        for start in range(lo, hi, SIZE):
+            j, ok, K, V = _places(Z, ZM, PK, PV, start, b, h, T, S, N, H, mb, mt, D, SIZE, not part)
+            k, v = tl.load(K, ok[:, None], 0.), tl.load(V, ok[:, None], 0.)
+            s, key = _scores(x, k, P, i, j, here, ok, M, not part)
+            if BACK:
+                _, ds = _grads(s, g, v, scale, l, delta, salt, key, DROP)
+                o += tl.dot(ds, k)
+                if not part: tl.store(DP + i[:, None]*M + key, ds, (key >= 0) & (key < M) & here[:, None])
+            else:
+                higher = tl.maximum(top, tl.max(s, 1))
+                p, less = tl.math.exp2(s - higher[:, None]), tl.math.exp2(top - higher)
+                o = o*less[:, None] + tl.dot(_drop(p, salt, key, DROP).to(v.dtype), v)*scale
+                total, top = total*less + tl.sum(p, 1), higher
+        if BACK and not part: o, du = o*SCALE, tl.sum(o, 0)*SCALE
+    if BACK:
+        tl.store(DU + (b*tl.num_programs(0) + tile)*H*D + col, du)
+        tl.store(DZ + at, o, mask=here[:, None])
     else:
-        tl.store(O + out, o / total[:, None], mask=here)
-        tl.store(L + first + i, top + tl.math.log2(total), mask=i < T)
+        tl.store(O + out, o / total[:, None], mask=here[:, None])
+        tl.store(L + first + i, top + tl.math.log2(total), mask=here)
 
 @_kernel
 def _keys(Z, ZM, P, U, W, PK, PV, L, seed, G, DELTA, DZ, DZM, DPKV, T, S, M, N, H, B, mb, mt, VS, D: tl.constexpr,
           SCALE: tl.constexpr, DROP: tl.constexpr, SIZE: tl.constexpr, CONTEXT: tl.constexpr):
     h, part, d = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.arange(0, D)
-    bias = -tl.load(W + h*D + d).to(tl.float32)
+    bias, first, lo, hi, end = -tl.load(W + h*D + d).to(tl.float32), tl.program_id(0)*SIZE, 0, T, B
     if CONTEXT: # of one stream
-        first = (tl.program_id(0) - (S + SIZE - 1)//SIZE)*SIZE
-        j, at, ok = _side(Z, ZM, first, part, h, T, S, H, mb, mt, D, SIZE)
-        k, v, bias = _load(at, ok), _load(at + H*D, ok), bias + tl.load(U + h*D + d).to(tl.float32)
+        bias, first = bias + tl.load(U + h*D + d).to(tl.float32), first - (S + SIZE - 1)//SIZE*SIZE
         lo, hi, end = tl.maximum(first, 0), tl.minimum(T, first + SIZE - 1 + M), part + 1
-    else:
-        j = tl.program_id(0)*SIZE + tl.arange(0, SIZE)
-        at, ok = h*N*D + j[:, None]*D + d, (j < N)[:, None]
-        k, v, lo, hi, end = _load(PK + at, ok), _load(PV + at, ok), 0, T, B
+    j, ok, K, V = _places(Z, ZM, PK, PV, first, part, h, T, S, N, H, mb, mt, D, SIZE, CONTEXT)
+    k, v = tl.load(K, ok[:, None], 0.), tl.load(V, ok[:, None], 0.)
     dk, dv = tl.zeros([SIZE, D], tl.float32), tl.zeros([SIZE, D], tl.float32)
     for b in range(part, end, tl.num_programs(2)):
         for start in range(lo, hi, SIZE):
-            i, first_row = start + tl.arange(0, SIZE), (b*H + h)*T
-            here, salt = (i < T)[:, None], _salt(seed, first_row.to(tl.int32) + i)
-            q = _load(Z + b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, here).to(tl.float32)
-            q = ((q + bias) * (SCALE if CONTEXT else 1.)).to(Z.dtype.element_ty)
-            g = _load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here)
-            l, delta = _load(L + first_row + i, i < T), _load(DELTA + first_row + i, i < T)
-            if CONTEXT: s, key = _context(q, k, P + (h*B + b)*T*M, i, j, T, S, M)
-            else: s, key = _persistent(q, k, i, j, T, M, N)
+            i, row = start + tl.arange(0, SIZE), (b*H + h)*T
+            here, salt = i < T, _salt(seed, row.to(tl.int32) + i)
+            q = tl.load(Z + b*T*3*H*D + h*D + i[:, None]*(3*H*D) + d, here[:, None], 0.).to(tl.float32)
+            q = ((q + bias)*(SCALE if CONTEXT else 1.)).to(Z.dtype.element_ty)
+            g = tl.load(G + b*T*H*D + h*D + i[:, None]*(H*D) + d, here[:, None], 0.)
+            l, delta = tl.load(L + row + i, here, 0.), tl.load(DELTA + row + i, here, 0.)
+            s, key = _scores(q, k, P + (h*B + b)*T*M, i, j, here, ok, M, CONTEXT)
             p, ds = _grads(s, g, v, 1. if CONTEXT else VS, l, delta, salt, key, DROP)
             dv += tl.dot(tl.trans(p), g)
             dk += tl.dot(tl.trans(ds), q)
-    if CONTEXT: _, to, ok = _side(DZ, DZM, first, part, h, T, S, H, S*2*H*D, 2*H*D, D, SIZE)
-    else: to, dv = DPKV + part*2*H*N*D + at, dv*VS             # sums over a part of the streams
-    tl.store(to, dk, mask=ok)
-    tl.store(to + H*(D if CONTEXT else N*D), dv, mask=ok)
+    DPK, DPV = DPKV + part*2*H*N*D, DPKV + (part*2 + 1)*H*N*D  # sums over a part of the streams
+    _, _, K, V = _places(DZ, DZM, DPK, DPV, first, part, h, T, S, N, H, S*2*H*D, 2*H*D, D, SIZE, CONTEXT)
+    tl.store(K, dk, mask=ok[:, None])
+    tl.store(V, dv*(1. if CONTEXT else VS), mask=ok[:, None])
 
 # %% ../../nbs/engine/00_cuda.ipynb #7d02e88d
 SIZE = 64 # queries and keys of a tile
@@ -145,7 +131,7 @@ def _tiles(n): return -(-n // SIZE)
 def _launch(kernel, grid, x, more, dropout, **how): # x: z, zm, position scores, u, w, pk, pv
     (b, t, _, h, d), s, m, n = x[0].shape, x[1].shape[1], x[2].shape[2], x[5].shape[1]
     kernel[grid](*x, *more, t, s, m, n, h, b, *x[1].stride()[:2], n**.5, D=d, SCALE=d**-.5,
-                 DROP=int(dropout * 2**31), SIZE=SIZE, **dict(num_warps=4) | how)
+                 DROP=int(dropout * 2**31), SIZE=SIZE, **how)
 
 def forward(z, zm, r, u, w, pk, pv, dropout): # as in 00_fused -> output (b t h d), what `backward` needs
     "Attend. Half precision, and d a power of 2 from 16."
@@ -158,9 +144,8 @@ def forward(z, zm, r, u, w, pk, pv, dropout): # as in 00_fused -> output (b t h 
 
 def backward(g, out, saved, dropout, s): # gradient of the output; s: length of the memory
     "Gradients of z to pv."
-    r, lse, seed, *x = saved
-    z, zm, position, _, _, pk, _ = x
-    (b, t, _, h, d), n, parts = z.shape, pk.shape[1], min(4, len(z))
+    r, lse, seed, z, zm, position, u, w, pk, pv = saved
+    (b, t, h, d), n, x, parts = g.shape, pk.shape[1], (z, zm, position, u, w, pk, pv), min(4, len(z))
     dz, dzm, dP, delta = torch.empty_like(z), z.new_empty(zm.shape), torch.empty_like(position), torch.empty_like(lse)
     du, dpkv = lse.new_empty(b, _tiles(t), h, d), lse.new_empty(parts, 2, h, n, d)
     _launch(_queries, (_tiles(t), h, b), x, (out, lse, seed, g, delta, dz, dP, du), dropout, BACK=True)
