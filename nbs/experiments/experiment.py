@@ -174,18 +174,18 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
     if brief: return markdown(['my model', 'use', 'because'], [
-        ['All-attention, trained here', '*leave_one_out*, then fine-tune; on words *rewound* if you have minutes for 2,400 more steps',
-         f"on characters, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} (after 1,500 steps of fine-tuning); "
-         f"on words *leave_one_out* costs {less(b, 'leave_one_out')} on test text, {less(b, 'leave_one_out', 'valid')} on validation text, gates whose "
-         f"weights are set back (*rewound*) {less(b, 'rewound')} and {less(b, 'rewound', 'valid')} ({choice})"],
-        ['from transformers, to remove parameters', neurons[0], f'{neurons[1]}; {pretrained}'],
+        ['All-attention, trained here', '*leave_one_out*, then fine-tune; on words, if you have minutes, *rewound*: heads that gates close, then the weights of before',
+         f"after 1,500 steps of fine-tuning, its heads cost {less(a, 'leave_one_out')} than random heads on characters, those of gates {less(a, 'gates')}; on words "
+         f"{less(b, 'leave_one_out')}, and *rewound* {less(b, 'rewound')} ({choice})"],
+        ['from transformers, to remove parameters', '`hf.prune`, which removes neurons; give it text of each kind that the model will read',
+         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats (with LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}"
+         f"{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}); without whole layers, which leave nothing to refit, "
+         f"{cut(['neurons/layers-0.1']):.2f}; on another kind of text {' to '.join(f'{x:.2f}' for x in sorted(cut([x], 'least_squares', 'docs') for x in ours)[::2])} ({pretrained})"],
         ['a decoder from transformers, to remove heads', seconds('gradient'),
-         f"without a fifth of its groups SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups "
-         f"(*leave_one_out*: {lost('leave_one_out'):.2f}{unclear(nats('leave_one_out') - nats('gates'), ', no clear difference on this text')}, but it takes {minutes}; before fine-tuning; {pretrained})"],
+         f"without a fifth of its groups, SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
         ['an encoder, to remove heads', '*leave_one_out* if you have minutes, else *output_difference*',
-         f"without half of MiniLM's heads, the cosine to the whole model is {cosine('leave_one_out').mean():.3f} with *leave_one_out*, "
-         f"{cosine('output_difference').mean():.3f} with *output_difference*, {cosine('random').mean():.3f} with random heads, {cosine('gates').mean():.3f} with gates"
-         f"{unclear(cosine('gates') - cosine('output_difference'), ' (no clear difference to the first two)')} ({pretrained})"]], text=3)
+         f"without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, or {cosine('output_difference').mean():.3f}; "
+         f"with random heads {cosine('random').mean():.3f} ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
