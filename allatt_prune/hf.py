@@ -301,7 +301,7 @@ def prune(
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
     usual = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
     with shown(progress):
-        say(f"prune: scoring {units}, {'least squares, ' * (not layered)}loss and time of both models")
+        say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         keep = keep_mask(score(heads, None, method or usual), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
