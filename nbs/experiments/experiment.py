@@ -147,7 +147,7 @@ def saved(name: str, arm: str, split: str = 'test') -> str:
     return '{:.0%} ({:.0f} to {:.0f})'.format(x.mean(), *(100 * interval(x)))
 
 def which_method(experiments: str, brief: bool = False) -> str: # path of the folder of experiments
-    "Which method to use, with the recorded numbers that say so, as a table; brief: of four rows."
+    "Which method to use, with the recorded numbers that say so, as a table; brief: of five rows."
     parts = result('pretrained')['parts']
     runs = [r for p in parts.values() for r in p.get('runs', ())]
     def of(key, m, rate): return np.array([r[key] for r in runs if key in r and (r['method'], r.get('rate')) == (m, rate)])
@@ -174,17 +174,17 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
     if brief: return markdown(['my model', 'use', 'because'], [
-        ['All-attention, trained here', '*leave_one_out*, then fine-tune; on words, if you have minutes, *rewound*: heads that gates close, then the weights of before',
-         f"after 1,500 steps of fine-tuning, its heads cost {less(a, 'leave_one_out')} than random heads on characters, those of gates {less(a, 'gates')}; on words "
-         f"{less(b, 'leave_one_out')}, and *rewound* {less(b, 'rewound')} ({choice})"],
-        ['from transformers, to remove parameters', '`hf.prune`, which removes neurons; give it text of each kind that the model will read',
-         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats (with LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}"
-         f"{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}); without whole layers, which leave nothing to refit, "
-         f"{cut(['neurons/layers-0.1']):.2f}; on another kind of text {' to '.join(f'{x:.2f}' for x in sorted(cut([x], 'least_squares', 'docs') for x in ours)[::2])} ({pretrained})"],
-        ['a decoder from transformers, to remove heads', seconds('gradient'),
-         f"without a fifth of its groups, SmolLM2 loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
-        ['an encoder, to remove heads', '*leave_one_out* if you have minutes, else *output_difference*',
-         f"without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, or {cosine('output_difference').mean():.3f}; "
+        ['All-attention, on characters', '*leave_one_out*, then fine-tune, as in the first block above',
+         f"its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} ({choice})"],
+        ['All-attention, on words', '*rewound*: train gates, set the weights back, remove the heads, fine-tune',
+         f"its heads cost {less(b, 'rewound')} than random heads, those of *leave_one_out* {less(b, 'leave_one_out')} ({choice})"],
+        ['from transformers, to remove parameters', '`hf.prune(model, batches, .1)`, with text of each kind that the model will read',
+         f"SmolLM2 without 10 % of the parameters of its blocks loses {cut(ours, 'least_squares'):.2f} nats, without whole layers {cut(['neurons/layers-0.1']):.2f} "
+         f"(with LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; {pretrained})"],
+        ['a decoder from transformers, to remove heads', "`hf.remove_heads(model, hf.train_gates(model, batches, .2))`; in seconds `hf.prune(model, batches, .02, 'heads', 'gradient')`",
+         f"SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
+        ['an encoder, to remove heads', "`hf.prune(model, batches, .05, 'heads', 'leave_one_out')`; in seconds without the score's name",
+         f"without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, in seconds {cosine('output_difference').mean():.3f}; "
          f"with random heads {cosine('random').mean():.3f} ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
