@@ -105,7 +105,7 @@ class Recipe(LMConfig):
     repair: str = 'nothing' # training-free repair after a score has removed heads: nothing or least_squares
     corpus: str = 'text8' # name or path of the text, §4.1.1
     unit: str = '' # char (a-z and space), word, or raw (all characters); empty: usual unit of the corpus
-    dtype: str = 'float32' # float32, or bfloat16 for the matrix products of training (autocast, faster where the processor has them)
+    dtype: str = 'float32' # float32, or bfloat16 for the matrix products of training; faster where the processor has them
     log_every: int = 100 # steps between records
     save_every: int = 1000 # steps between checkpoints; 0: only at the end or on a signal
     valid_every: int = 4000 # steps between validations during training; 0: none

@@ -156,7 +156,7 @@ def _settings(groups, names, usual): # an option per recipe field, explained if 
         _option(groups[SHOWN.get(f.name, 'output')], f.name, kinds.get(f.type, f.type), help, choices)
 
 # %% ../../nbs/engine/09_cli.ipynb #a9d1c0e5
-_MODEL = dict(model=(str, 'tiny-books or tiny-books-word, which come with the package, or a model folder or run folder'))
+_MODEL = dict(model=(str, 'tiny-books or tiny-books-word (in the package), model folder or run folder'))
 _TEXT = _MODEL | dict(corpus=(str, 'name, file or folder of text like that the model will read (default: the text of its '
                                    "run, or else pydocs, Python's documentation)"))
 _RECIPE = dict(recipe=(str, 'tiny (minutes), tiny-books, tiny-books-word, best (hours), text8, wt103 '
