@@ -204,7 +204,7 @@ def _command(jobs, usual, name, job, does, example, options, settings):
     takes = _takes(*usual) if name == 'prune' and usual else ''
     usual = usual if name == 'prune' else ('tiny', RECIPES['tiny']) # a model to prune has values of its own
     p = jobs.add_parser(name, help=does, description=f'{takes}example: allatt-prune {name} {example}',
-                        epilog=f"§: of the paper. Other settings (--d-ff for d_ff): {' '.join(more)}" if more else '',
+                        epilog=f"§: of the paper. Also (as --d-ff): {' '.join(more)}" if more else '',
                         usage=f'%(prog)s {first.upper()} [options]', allow_abbrev=False,
                         formatter_class=partial(argparse.HelpFormatter, width=118))
     groups = {title: p.add_argument_group(title) if settings else p for title in (*GROUPS, 'output')}
