@@ -161,7 +161,7 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         return losses(files, how, text).mean() - np.mean(result('pretrained/neurons/whole')[text])
     def losses(files, how, text='test'): return np.array([result(f'pretrained/{x}')[how][text] for x in files])
     ours, llm_pruner = ['neurons/fisher-sorted16-0.1', 'healed/ours-1', 'healed/ours-2'], [f'healed/llm_pruner-{n}' for n in range(3)]
-    mixture = ['healed/neurons-mixture']
+    mixture = ['healed/neurons-mixture-200']
 
     after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
     neurons = '`hf.prune`, which removes neurons', (
