@@ -179,11 +179,12 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['All-attention, on words', '*rewound*: train gates, set the weights back, remove the heads, fine-tune',
          f"its heads cost {less(b, 'rewound')} than random heads, those of *leave_one_out* {less(b, 'leave_one_out')} ({choice})"],
         ['from transformers, to remove parameters', '`hf.prune(model, batches, share)`, with text of each kind that the model will read',
-         f"SmolLM2 without 10 % of the parameters of its blocks loses {cut(ours, 'least_squares'):.2f} nats, without whole layers {cut(['neurons/layers-0.1']):.2f} "
-         f"(with LLM-Pruner's criterion {cut(llm_pruner, 'least_squares'):.2f}{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ', no clear difference')}; {pretrained})"],
+         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats when refitted, {cut(ours):.2f} before that; with whole layers removed, which cannot be "
+         f"refitted, {cut(['neurons/layers-0.1']):.2f}. LLM-Pruner's criterion loses {cut(llm_pruner, 'least_squares'):.2f}"
+         f"{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ' (no clear difference)')}, and less than ours on another kind of text ({pretrained})"],
         ['a decoder from transformers, to remove heads', "`hf.remove_heads(model, hf.train_gates(model, batches, .2))`; in seconds `hf.prune(model, batches, share, 'heads', 'gradient')`",
          f"SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
-        ['an encoder, to remove heads', "`hf.prune(model, batches, share, 'heads', 'leave_one_out')`; in seconds without the score's name",
+        ['an encoder, to remove heads', "`hf.prune(model, batches, share, 'heads', 'leave_one_out')`; in seconds `hf.prune(model, batches, share, 'heads')`",
          f"without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, in seconds {cosine('output_difference').mean():.3f}; "
          f"with random heads {cosine('random').mean():.3f} ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
