@@ -261,10 +261,10 @@ BAD = [ # what is there, the corpus that is asked for, what the message must say
     ({'a.txt': TEXT.encode('utf-16-le')}, 'a.txt', 'NUL'),                                     # no byte order mark: valid UTF-8
     ({'a.txt.gz': gzip.compress(TEXT.encode())}, 'a.txt.gz', 'give UTF-8, unpacked; this is gzip'),
     ({'d/a.txt': TEXT, 'd/b.txt': b'a\0b'}, 'd', 'b.txt: cannot be read'),
-    ({'a.txt': ''}, 'a.txt', "'train': 0, 'valid': 0, 'test': 0"),
-    ({'a.txt': 'abcdefghij' * 2}, 'a.txt', "'train': 18, 'valid': 1, 'test': 1"),
-    ({'d/train.txt': TEXT, 'd/valid.txt': 'x', 'd/test.txt': TEXT}, 'd', "'valid': 1"),
-    ({'d/train.txt': '', 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', "'train': 0"),
+    ({'a.txt': ''}, 'a.txt', 'train 0, valid 0, test 0 symbols'),
+    ({'a.txt': 'abcdefghij' * 2}, 'a.txt', 'train 18, valid 1, test 1 symbols'),
+    ({'d/train.txt': TEXT, 'd/valid.txt': 'x', 'd/test.txt': TEXT}, 'd', ', valid 1, '),
+    ({'d/train.txt': '', 'd/valid.txt': TEXT, 'd/test.txt': TEXT}, 'd', 'd: train 0, '),
     ({'a.txt': '漢字' * 99}, 'a.txt', 'symbols of unit=char; give more text'),
     ({'d/train.txt': TEXT, 'd/a.txt': TEXT}, 'd', 'no valid.txt there'),
 ]

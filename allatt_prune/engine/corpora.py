@@ -141,6 +141,6 @@ def load_corpus(
             sizes = {s: len(getattr(corpus, s)) for s in SPLITS}
             if min(sizes.values()) > 1: return corpus
             sizes = ', '.join(f'{s} {n:,}' for s, n in sizes.items())
-            raise DataError(f'corpus={name}: symbols of unit={unit}: {sizes}; give more text, or unit=raw if it has other letters than a-z')
+            raise DataError(f'corpus={name}: {sizes} symbols of unit={unit}; give more text, or unit=raw if it has other letters than a-z')
         return tell_lost(_cached(cache/'prepared'/hashlib.sha256(key).hexdigest(), name, make))
     except OSError as e: raise DataError(f'corpus={name}: {e}; give another text or cache') from e
