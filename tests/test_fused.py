@@ -125,6 +125,8 @@ def test_what_was_changed_in_a_layer_has_its_effect(change):
     found = [m(ids[:, :-1], ids[:, 1:])[0] for m in (fast, plain)]
     assert abs(found[0] - found[1]) < 1e-12 and (abs(found[1] - before) > 1e-6 or change is parametrized)
     assert abs(evaluate(fast, ids[0]) - evaluate(plain, ids[0])) < 1e-12
+    for m in (fast, plain): # rings know of none of it
+        with pytest.raises(ValueError, match='rings pass by'): m.eval().generate(ids, 2)
 
 @pytest.mark.parametrize('dropout', [0., .3])
 def test_compiles_as_one_graph_with_the_same_numbers(dropout):

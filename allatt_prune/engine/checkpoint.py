@@ -190,7 +190,7 @@ def newest(folder: str|Path, phase: str) -> tuple[dict, dict]|None: # as from `l
 # %% ../../nbs/engine/02_checkpoint.ipynb #cc4c5426
 def build(cfg: LMConfig, cls=LM) -> LM:
     "Build a model with fused attention and adaptive softmax."
-    from allatt_prune.engine import fused, softmax             # here: they import the model
+    from allatt_prune.engine import fused, generate, softmax   # here: they import the model; generate adds the reader
     return cls(cfg, fused.FastAttention, softmax.AdaptiveSoftmax)
 
 @patch

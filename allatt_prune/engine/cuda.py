@@ -7,9 +7,8 @@ __all__ = ['SIZE', 'forward', 'backward']
 
 # %% ../../nbs/engine/00_cuda.ipynb #19f235b2
 import torch
-from types import SimpleNamespace
 try: import triton, triton.language as tl
-except ImportError: triton, tl = None, SimpleNamespace(constexpr=int) # PyTorch's CPU builds come without it
+except ImportError: triton, tl = None, type('', (), dict(constexpr=int)) # PyTorch's CPU builds come without it
 
 def _kernel(f): return triton.jit(f) if triton else f
 
@@ -74,7 +73,6 @@ def _queries(Z, ZM, P, U, W, PK, PV, O, L, seed, G, DELTA, DZ, DP, DU, T, S, M, 
     for part in tl.static_range(2): # the band of the tile's queries, then the persistent keys
         lo, hi, x, scale = tile*SIZE - (M + SIZE - 2)//SIZE*SIZE, tile*SIZE + SIZE, qu, 1.
         if part: lo, hi, x, scale = 0, N, q, VS
-        elif not BACK: lo = tl.maximum(lo, -((S + SIZE - 1)//SIZE*SIZE)) # BACK: every number of DP
         for start in range(lo, hi, SIZE):
             j, ok, K, V = _places(Z, ZM, PK, PV, start, b, h, T, S, N, H, mb, mt, D, SIZE, not part)
             k, v = tl.load(K, ok[:, None], 0.), tl.load(V, ok[:, None], 0.)
