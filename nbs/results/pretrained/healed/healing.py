@@ -25,8 +25,12 @@ from allatt_prune.importance import keep_mask, score
 from allatt_prune.repair import least_squares
 from experiment import recorded
 from jobs import batches, losses, plain, rows, smollm2, texts, timed
+from peers import Arms as Peers
 
 SHARE, ROWS, LENGTH = 6144 / 46080, 192, 128
+
+class LLMPruner(Peers): # its criterion, on other text
+    def __init__(self, few): self.few = few
 
 def docstrings():
     found = set()
@@ -69,13 +73,14 @@ class Arms:
         other = torch.stack(kinds, 1).flatten(0, 1)            # one of each kind in turn
         self.mixture = torch.stack([self.own[:len(other)], other], 1).flatten(0, 1)
     def judged(self, model): return dict(test=losses(model, self.test), docs=losses(model, self.docs))
-    def arm(self, units, text, steps, lr):
+    def arm(self, units, text, steps, lr, peer=False):
         found = dict(wikitext=self.own, mixture=self.mixture)[text]
         few, read, tune = batches(found[:ROWS // 2], 8), batches(found[:ROWS], 8), batches(found[ROWS:ROWS + 2*steps], 2)
         def prune(): # as `hf.prune`, whose score would read all rows
             heads = hf.HFHeads(self.whole, few, units, 1)
             if units == 'layers': return heads.remove(keep_mask(score(heads, None, hf.influence), .1))
-            keep = keep_mask(score(heads, None, hf.fisher), SHARE, multiple=16)
+            scores = LLMPruner(few).llm_pruner() if peer else score(heads, None, hf.fisher)
+            keep = keep_mask(scores, SHARE, multiple=16)
             return least_squares(hf.HFHeads(self.whole, read, units, 1), keep, None)
         small, seconds = timed(prune)
         before, small = self.judged(small), small.to(torch.float32)
@@ -87,6 +92,7 @@ class Arms:
 
 def plan(arms):
     yield 'neurons-mixture-200', lambda: arms.arm('neurons', 'mixture', 200, 4e-5)
+    yield 'llm_pruner-mixture-200', lambda: arms.arm('neurons', 'mixture', 200, 4e-5, True) # the control
 
 if __name__ == '__main__':
     data, folder, only = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or ['*'])[0]
