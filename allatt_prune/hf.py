@@ -286,7 +286,8 @@ def prune(
     units: str = 'neurons', # or heads, or layers
     method: str|Callable|None = None, # to choose them, as for `score`; None: the one that lost least here
     *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
-    held_out=None # batches for the loss in the report; None: up to 16 of those above
+    held_out=None, # batches for the loss in the report; None: up to 16 of those above
+    seed: int = 0 # of random
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons that matter least, and refit the others; or remove layers."
     if units == 'both' or units not in [*KINDS]: raise ValueError(f'units={units}: give neurons, heads or layers')
@@ -303,7 +304,7 @@ def prune(
     with shown(progress):
         say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
-        keep = keep_mask(score(heads, None, method or usual), sparsity, multiple=multiple)
+        keep = keep_mask(score(heads, None, method or usual, seed=seed), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
         if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)

@@ -162,6 +162,9 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     def losses(files, how, text='test'): return np.array([result(f'pretrained/{x}')[how][text] for x in files])
     ours, llm_pruner = ['neurons/fisher-sorted16-0.1', 'healed/ours-1', 'healed/ours-2'], [f'healed/llm_pruner-{n}' for n in range(3)]
     mixture = ['healed/neurons-mixture-200']
+    def healed(name, *seeds, text='test'): return cut([f'healed/{name}-{n}-200' for n in seeds or range(3)], 'healed', text)
+    def more(name, *seeds, text='test'): # than ours, healed alike
+        return np.subtract(*(losses([f'healed/{x}-{n}-200' for n in seeds or range(3)], 'healed', text) for x in (name, 'ours')))
 
     after, minutes = {r['method']: right([r['right']]) for r in parts['minilm-tuned']['tuned']}, f"{parts['score-leave_one_out']['seconds'] / 60:.0f} minutes"
     neurons = '`hf.prune`, which removes neurons', (
@@ -179,9 +182,9 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['All-attention, on words', '*rewound*: train gates, set the weights back, remove the heads, fine-tune',
          f"its heads cost {less(b, 'rewound')} than random heads, those of *leave_one_out* {less(b, 'leave_one_out')} ({choice})"],
         ['from transformers, to remove parameters', '`hf.prune(model, batches, share)`, with text of each kind that the model will read',
-         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.2f} nats when refitted, {cut(ours):.2f} before that; with whole layers removed, which cannot be "
-         f"refitted, {cut(['neurons/layers-0.1']):.2f}. LLM-Pruner's criterion loses {cut(llm_pruner, 'least_squares'):.2f}"
-         f"{unclear(losses(llm_pruner, 'least_squares') - losses(ours, 'least_squares'), ' (no clear difference)')}, and when healed (one seed) less than ours on another kind of text ({pretrained})"],
+         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats when refitted, {healed('ours'):.3f} when healed, too; without whole layers, which cannot be "
+         f"refitted, {cut(['neurons/layers-0.1']):.3f} and {healed('layers', 0):.3f}. LLM-Pruner's criterion loses {healed('llm_pruner'):.3f} when healed{unclear(more('llm_pruner'), ' (no clear difference)')}. "
+         f"On another kind of text, healed, both lose less than ours ({healed('llm_pruner', text='docs'):.2f} and {healed('layers', 0, text='docs'):.2f}, ours {healed('ours', text='docs'):.2f}): so give text of each kind ({pretrained})"],
         ['a decoder from transformers, to remove heads', "`hf.remove_heads(model, hf.train_gates(model, batches, .2))`; in seconds `hf.prune(model, batches, share, 'heads', 'gradient')`",
          f"SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
         ['an encoder, to remove heads', "`hf.prune(model, batches, share, 'heads', 'leave_one_out')`; in seconds `hf.prune(model, batches, share, 'heads')`",
