@@ -1,10 +1,10 @@
 """SmolLM2 without 10 % of the parameters of its blocks: ours and criteria of others, before and after equal healing.
 
-    PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=1 python peers.py DATA FOLDER [names, as in a shell [seed [steps]]]
+    PYTHONPATH=REPO:REPO/nbs/experiments OMP_NUM_THREADS=1 python peers.py DATA FOLDER [names, as in a shell [seed [steps [percent]]]]
 
 DATA has wikitext-103/wiki.{valid,test}.tokens.xz. Each arm is a file of FOLDER: losses of 16 passages of 512 tokens of WikiText-103's test part
 and of 8 of Python's reference, as removed, after least squares, and (files named -200) after 200 steps of `hf.heal` of 2 x 128 tokens of the
-validation part (embeddings frozen, products in bfloat16). The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
+validation part (embeddings frozen, products in bfloat16). Files named -200-20 are without 20 % of these parameters. The whole model, and ours, gates and layers before healing, are in ../neurons (whole, fisher-sorted16,
 both, layers). Scores read 8,192 tokens of the validation part, least squares 16,384. A seed draws the rows that scores, least squares and healing
 read. The arm torch_pruning needs torch-pruning 1.6.1. CPU seconds are of one thread of a busy machine.
 Criteria of others are written from their formulas and choose among single neurons of all layers, or of each layer alike (uniform):
@@ -47,8 +47,9 @@ def norms(heads): # -> (l n) of single neurons: sum of squares, variance over to
     return torch.stack([q for _, _, q in found.values()]), torch.stack([q / n - (s / n)**2 for n, s, q in found.values()])
 
 class Arms:
-    def __init__(self, data, seed, steps=30):
-        self.steps, self.seed, (self.whole, tokenizer) = steps, seed, smollm2()
+    def __init__(self, data, seed, steps=30, percent=10):
+        self.steps, self.seed, self.part, (self.whole, tokenizer) = steps, seed, percent / 100, smollm2()
+        self.share = self.part * 10 * SHARE                    # of all neurons
         text = texts(tokenizer, data)
         self.test, self.docs = text['test'][::2][:16], text['docs'][:8]
         choose, tune = text['choose'], text['tune'][:2*steps]
@@ -72,8 +73,8 @@ class Arms:
     def gram(self): return timed(repair.gram, hf.HFHeads(self.whole, self.read, 'neurons', 1))
     def neurons(self, scored, heal=True, uniform=False, before=True): # function -> (l n) scores
         x, seconds = timed(scored)
-        keep = keep_mask(x, SHARE, multiple=16)
-        if uniform: keep = torch.zeros_like(keep).scatter(1, x.topk(round(1536 * (1 - SHARE) / 16) * 16).indices, True)
+        keep = keep_mask(x, self.share, multiple=16)
+        if uniform: keep = torch.zeros_like(keep).scatter(1, x.topk(round(1536 * (1 - self.share) / 16) * 16).indices, True)
         grams, read = self.gram
         with patch.object(repair, 'gram', lambda heads: grams): small, fit = timed(repair.least_squares, hf.HFHeads(self.whole, None, 'neurons', 1), keep, None)
         found = dict(kept=keep.sum(1).tolist())
@@ -108,7 +109,7 @@ class Arms:
         net.config.use_cache = False
         mlp = {f for x in layers(net) for f in (x.mlp.gate_proj, x.mlp.up_proj)}
         def prune():
-            pruner = tp.pruner.MetaPruner(net, self.few[0]['input_ids'][:1], tp.importance.GroupTaylorImportance(), pruning_ratio=SHARE, round_to=16,
+            pruner = tp.pruner.MetaPruner(net, self.few[0]['input_ids'][:1], tp.importance.GroupTaylorImportance(), pruning_ratio=self.share, round_to=16,
                                           ignored_layers=[f for f in net.modules() if isinstance(f, torch.nn.Linear) and f not in mlp],
                                           output_transform=lambda out: out.logits.sum(), forward_fn=lambda m, x: m(input_ids=x))
             pruner.step()
@@ -135,33 +136,35 @@ class Arms:
         return self.about(small, dict(tune=seconds), False, tuned=self.judged(small.bfloat16()))
     def whole_tuned(self): return self.tuned(smollm2(torch.float32)[0])
     def ours_tuned(self):
-        keep = keep_mask(self.ours(), SHARE, multiple=16)
+        keep = keep_mask(self.ours(), self.share, multiple=16)
         return self.tuned(repair.least_squares(hf.HFHeads(self.whole, self.read, 'neurons', 1), keep, None).to(torch.float32))
     def layers(self):
         x, seconds = timed(score, hf.HFHeads(self.whole, self.few, 'layers'), None, hf.influence)
-        keep = keep_mask(x, .1)
+        keep = keep_mask(x, self.part)
         small = hf.remove_heads(self.whole, keep, units='layers')
-        return self.about(small, dict(choose=seconds), True, removed=(~keep[:, 0]).nonzero().flatten().tolist())
+        found = dict(nothing=self.judged(small)) if self.part > .1 else {}
+        return self.about(small, dict(choose=seconds), True, **found, removed=(~keep[:, 0]).nonzero().flatten().tolist())
 
 def plan(arms): # the most telling first
-    yield 'ours', lambda: arms.neurons(arms.ours, before=arms.seed > 0 and arms.steps == 30)
+    new = arms.steps == 30 or arms.part > .1                   # no record of these without healing
+    yield 'ours', lambda: arms.neurons(arms.ours, before=new and (arms.seed > 0 or arms.part > .1))
     yield 'layers', arms.layers
-    yield 'llm_pruner', lambda: arms.neurons(arms.llm_pruner, before=arms.steps == 30)
+    yield 'llm_pruner', lambda: arms.neurons(arms.llm_pruner, before=new)
     yield 'gates', arms.gates
     yield 'torch_pruning', arms.torch_pruning
-    yield 'flap', lambda: arms.neurons(arms.flap, before=arms.steps == 30)
+    yield 'flap', lambda: arms.neurons(arms.flap, before=new)
     yield 'whole_tuned', arms.whole_tuned
     yield 'ours_tuned', arms.ours_tuned
     yield 'wanda_sp', lambda: arms.neurons(arms.wanda_sp, heal=False, uniform=True)
     yield 'magnitude', lambda: arms.neurons(arms.magnitude, heal=False)
 
 if __name__ == '__main__':
-    data, folder, only, seed, steps = sys.argv[1:] + ['*', 0, 30][len(sys.argv) - 3:]
-    data, folder, seed, steps = Path(data), Path(folder), int(seed), int(steps)
+    data, folder, only, seed, steps, percent = sys.argv[1:] + ['*', 0, 30, 10][len(sys.argv) - 3:]
+    data, folder, seed, steps, percent = Path(data), Path(folder), int(seed), int(steps), int(percent)
     torch.set_num_threads(1)
-    arms = Arms(data, seed, steps)
+    arms = Arms(data, seed, steps, percent)
     for name, f in plan(arms):
         if not fnmatch(name, only): continue
-        found = recorded(folder/f'{name}-{seed}{"" if steps == 30 else f"-{steps}"}.json', f, __file__, (arms.test, arms.docs))
+        found = recorded(folder/f'{name}-{seed}{"" if steps == 30 else f"-{steps}"}{"" if percent == 10 else f"-{percent}"}.json', f, __file__, (arms.test, arms.docs))
         print(time.strftime('%H:%M'), name, {k: [round(float(np.mean(x)), 4) for x in found[k].values()]
                                              for k in ('nothing', 'least_squares', 'healed', 'tuned') if k in found}, flush=True)
