@@ -177,15 +177,16 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
     if brief: return markdown(['my model', 'use', 'because'], [
-        ['All-attention, on characters', '*leave_one_out*, then fine-tune, as in the first block above',
-         f"its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} ({'; '.join(saved(a, x).split('(')[1][:-1] for x in ('leave_one_out', 'gates'))}; after 1,500 steps; {choice})"],
+        ['All-attention, on characters', '*leave_one_out*, then fine-tune, as in [Your own text](#your-own-text)',
+         f"its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} ({'; '.join(saved(a, x).split('(')[1][:-1] for x in ('leave_one_out', 'gates'))}; 95 % intervals, after 1,500 steps; {choice})"],
         ['All-attention, on words', '*rewound*: train gates, set the weights back, remove the heads, fine-tune',
          f"its heads cost {less(b, 'rewound')} than random heads, those of *leave_one_out* {less(b, 'leave_one_out')} ({choice})"],
-        ['from transformers, to remove parameters', '`hf.prune(model, batches, share)`, with text of each kind that the model will read',
+        ['any model from transformers, to remove parameters (neurons)', '`hf.prune(model, batches, share)`, with text of each kind that the model will read',
          f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats, healed {healed('ours'):.3f}; LLM-Pruner's criterion, healed, {healed('llm_pruner'):.3f}"
-         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers {healed('layers', 0):.3f}. On text of another kind, LLM-Pruner's and layers lose less than ours: so give text of each kind ({pretrained})"],
+         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers, healed, {healed('layers', 0):.3f}. On text of another kind, LLM-Pruner's and layers lose less than ours: so give text of each kind ({pretrained})"],
         ['a decoder from transformers, to remove heads', "`hf.remove_heads(model, hf.train_gates(model, batches, .2))`; in seconds `hf.prune(model, batches, share, 'heads', 'gradient')`",
-         f"before refitting, SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
+         f"before refitting, SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('leave_one_out'):.3f} with *leave_one_out*"
+         f"{unclear(nats('leave_one_out') - nats('gates'), ' (no clear difference)')}, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
         ['an encoder, to remove heads', "`hf.prune(model, batches, share, 'heads', 'leave_one_out')`; in seconds `hf.prune(model, batches, share, 'heads')`",
          f"before refitting, without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, in seconds {cosine('output_difference').mean():.3f}; "
          f"with random heads {cosine('random').mean():.3f} ({pretrained})"]], text=3)
