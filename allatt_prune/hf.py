@@ -284,12 +284,12 @@ def prune(
     model, batches, # or a SentenceTransformer; not changed; all of them are read, twice
     share: float, # of all parameters of the model, embeddings included
     units: str = 'neurons', # or heads, or layers
-    method: str|Callable|None = None, # to choose them, as for `score`; None: the one that lost least here
+    method: str|Callable|None = None, # to choose them, as for `score`, or gates; None: the quick one that lost least here
     *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
     held_out=None, # batches for the loss in the report; None: up to 16 of those above
-    seed: int = 0 # of random
+    seed: int = 0 # of random and gates
 ): # the pruned model; its config.report says what was removed and lost
-    "Remove the neurons that matter least, and refit the others; or remove layers."
+    "Remove the neurons or heads that matter least, and refit the others; or remove layers."
     if units == 'both' or units not in [*KINDS]: raise ValueError(f'units={units}: give neurons, heads or layers')
     whole, layered = _inside(model), units == 'layers'
     with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, units, 1, loss), held_out)
@@ -304,7 +304,9 @@ def prune(
     with shown(progress):
         say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
-        keep = keep_mask(score(heads, None, method or usual, seed=seed), sparsity, multiple=multiple)
+        def gates(heads, z): return train_gates(heads.model, heads.read(), sparsity, units, 1, loss=loss, seed=seed, progress=progress).log_alpha
+        f = gates if method == 'gates' else method or usual
+        keep = keep_mask(score(heads, None, f, seed=seed), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
         if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)

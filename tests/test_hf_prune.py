@@ -269,6 +269,22 @@ def test_prune_by_another_score(kind, units):
         assert not stays[0].all() and stays[1:].all()          # of the first layer
     with pytest.raises(ValueError, match='method=chance: unknown; give one of'): hf.prune(model, batches, share, units, 'chance')
 
+@pytest.mark.parametrize('kind', ['bert', 'llama'])
+@pytest.mark.parametrize('own', [False, True])
+def test_prune_by_gates_trains_them_and_refits(kind, own):
+    model, batches = for_scores(kind)
+    def loss(model, x): return 3 * model(**{k: x[k] for k in ('input_ids', 'attention_mask', 'labels')}).loss
+    given = dict(loss=loss) if own else {}
+    part = .06 * model.num_parameters() / float(hf.HFHeads(model, None).costs().sum()) # of the heads
+    found = [hf.prune(model, batches, .06, 'heads', 'gates', seed=seed, **given) for seed in (3, 4)]
+    for seed, small in zip((3, 4), found):
+        left = hf.units_left(small, 'heads', hf.shape(model)[1])
+        keep = hf.train_gates(model, batches, part, seed=seed, **given).open_mask().bool()
+        assert torch.equal(left, keep) and not keep.all()
+        want = least_squares(model, keep, batches)
+        assert all(torch.equal(a, b) for a, b in zip(small.parameters(), want.parameters()))
+    assert len(hf.layers(hf.prune(model, batches, .25, 'layers', 'gates'))) == 2
+
 def layer_weight(model, i=0): return next(p for p in hf.layers(model)[i].parameters() if p.dim() == 2)
 
 def three(x): return f'{x:#.3g}' # significant digits
