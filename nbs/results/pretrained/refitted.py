@@ -7,14 +7,18 @@ Writes refitted.json beside this file. The texts are those of jobs.py and minilm
 Predictions, written before the run. SmolLM2 without a fifth of its groups, nats lost on WikiText / Python's reference: gates .125 to .16 / .2,
 leave_one_out .155 / .24, gradient .182 / .25, random .35 to 2. MiniLM without half of its heads, cosine: leave_one_out .945, gates .94,
 output_difference .925, random .87.
+
+`python refitted.py DATA default` writes refitted-default.json: what `hf.prune(..., 'heads')` chooses without a method, `fisher`. Prediction, written
+when all above but leave_one_out was known (gradient .183 / .411): .18 / .40.
 """
 import json, sys, time, torch
 from pathlib import Path
 HERE = Path(__file__).parent
 from transformers import AutoModel
+from allatt_prune import hf
 from allatt_prune.repair import least_squares
 from experiment import recorded
-from jobs import batches, losses, smollm2, texts
+from jobs import batches, losses, smollm2, texts, timed
 from minilm import MiniLM
 
 def masks(parts, methods, rate, draws): # -> method, seed, mask
@@ -47,6 +51,13 @@ def minilm_arms(data, parts):
         near = torch.cosine_similarity(vectors(least_squares(model, keep, read)), whole, dim=-1)
         yield dict(method=method, seed=seed, cosine=[round(float(c.mean()), 5) for c in near.tensor_split(64)])
 
+def default_arm(data, parts):
+    model, tokenizer = smollm2(torch.float32)
+    text, heads = texts(tokenizer, data), hf.HFHeads(model, None)
+    share = .2 * float(heads.costs().sum()) / model.num_parameters()
+    small, seconds = timed(hf.prune, model, batches(text['choose'], 8), share, 'heads', progress=False)
+    yield dict(method='fisher', seed=0, seconds=seconds, report=small.config.report, **{name: losses(small, text[name]) for name in ('test', 'docs')})
+
 if __name__ == '__main__':
     torch.set_num_threads(1)
     data, parts = Path(sys.argv[1]), json.loads((HERE.parent/'pretrained.json').read_text())['parts']
@@ -56,4 +67,5 @@ if __name__ == '__main__':
             found.append(x)
             print(time.strftime('%H:%M'), x['method'], x['seed'], {k: round(sum(v) / len(v), 4) for k, v in x.items() if isinstance(v, list)}, flush=True)
         return found
-    recorded(HERE/'refitted.json', lambda: dict(minilm=run(minilm_arms), smollm2=run(smollm2_arms)), __file__)
+    if sys.argv[2:]: recorded(HERE/'refitted-default.json', lambda: dict(smollm2=run(default_arm)), __file__)
+    else: recorded(HERE/'refitted.json', lambda: dict(minilm=run(minilm_arms), smollm2=run(smollm2_arms)), __file__)
