@@ -16,7 +16,7 @@ from einops import rearrange, reduce, repeat
 from .hf_heads import (check, check_once, ends, masked, outputs, plain, remove_heads, shape,
                                    units_left)
 from .hf_models import KINDS, PRUNED, add_architecture, layers, unit_name, unit_rows, units_of, weight_rows
-from .importance import ADAPTERS, gradients, keep_mask, score, seeded
+from .importance import ADAPTERS, METHODS, gradients, keep_mask, score, seeded
 from .model import wide
 from .progress import bar, say, shown
 from .repair import least_squares
@@ -277,12 +277,12 @@ def _note(model, *said): # add lines to its report
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c305
 def _inside(model): # the model of a SentenceTransformer
-    found = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    return found[0] if found and isinstance(model, torch.nn.Sequential) else model
+    if not isinstance(model, torch.nn.Sequential): return model
+    return next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), model)
 
 def prune(
     model, batches, # or a SentenceTransformer; not changed; all of them are read, twice
-    share: float, # of all parameters of the model, embeddings included
+    share: float, # of all parameters of the model, embeddings included; to the nearest head or layer
     units: str = 'neurons', # or heads, or layers
     method: str|Callable|None = None, # to choose them, as for `score`, or gates; None: the quick one that lost least here
     *, loss: Callable|None = None, progress: bool = True, # as for `train_gates`
@@ -291,6 +291,7 @@ def prune(
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons or heads that matter least, and refit the others; or remove layers."
     if units == 'both' or units not in [*KINDS]: raise ValueError(f'units={units}: give neurons, heads or layers')
+    if isinstance(method, str) and method not in (names := ['gates', *METHODS]): raise ValueError(f'method={method}: unknown; give one of {", ".join(names)}')
     whole, layered = _inside(model), units == 'layers'
     with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, units, 1, loss), held_out)
     cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
@@ -300,7 +301,7 @@ def prune(
     if not 0 < n <= left - multiple:
         most = math.floor(100 * (left - multiple) * cost / total) / 100
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
-    usual = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher
+    usual = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher if units == 'neurons' else 'gradient'
     with shown(progress):
         say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
@@ -324,6 +325,7 @@ def heal(
     "Train a pruned model on the predictions of the whole one."
     net, whole = _inside(small), _inside(whole)
     if net.dtype.itemsize < 4: raise ValueError(f'small={net.dtype}: too coarse; give float32')
+    if net.num_parameters() > whole.num_parameters(): raise ValueError('small: has more parameters than whole; swap them')
     if steps < 1: raise ValueError(f'steps={steps}: give 1 or more')
     with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, 'layers', most=steps), held_out)
     data, optimizer = heads.read(), torch.optim.AdamW(net.parameters(), lr, weight_decay=0.)

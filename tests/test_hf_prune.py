@@ -263,11 +263,13 @@ def test_prune_by_another_score(kind, units):
     def early(heads, z): return torch.arange(z.numel()).view(z.shape) # the first go
     usual, first, chance = (hf.prune(model, batches, share, units, method) for method in (None, early, 'random'))
     assert len({net.num_parameters() for net in (usual, first, chance)}) == 1 # as many, whatever the score
+    named = hf.prune(model, batches, share, units, dict(heads='gradient', neurons=hf.fisher, layers=hf.influence)[units])
+    assert all(torch.equal(a, b) for a, b in zip(usual.parameters(), named.parameters()))
     if units == 'layers': assert torch.equal(layer_weight(first), layer_weight(model, 1))
     else:
         stays = hf.units_left(first, units, hf.shape(model, units, 1)[1])
         assert not stays[0].all() and stays[1:].all()          # of the first layer
-    with pytest.raises(ValueError, match='method=chance: unknown; give one of'): hf.prune(model, batches, share, units, 'chance')
+    with pytest.raises(ValueError, match='method=chance: unknown; give one of gates, random, '): hf.prune(model, batches, share, units, 'chance')
 
 @pytest.mark.parametrize('kind', ['bert', 'llama'])
 @pytest.mark.parametrize('own', [False, True])
@@ -284,6 +286,13 @@ def test_prune_by_gates_trains_them_and_refits(kind, own):
         want = least_squares(model, keep, batches)
         assert all(torch.equal(a, b) for a, b in zip(small.parameters(), want.parameters()))
     assert len(hf.layers(hf.prune(model, batches, .25, 'layers', 'gates'))) == 2
+
+def test_a_name_in_place_of_a_model_and_models_swapped():
+    model, batches = for_scores('bert')
+    with pytest.raises(ValueError, match="model='bert': give a model"): hf.prune('bert', batches, .1)
+    small, before = hf.prune(model, batches, .1), copy.deepcopy(model)
+    with pytest.raises(ValueError, match='small: has more parameters than whole; swap them'): hf.heal(model, small, batches, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
 
 def layer_weight(model, i=0): return next(p for p in hf.layers(model)[i].parameters() if p.dim() == 2)
 

@@ -48,7 +48,7 @@ def test_random_heads_cost_what_it_says():
     assert 'With two other seeds it was {} and {} on this text'.format(*costs[1:]) in TEXT
     by_seed = [sum(gained[i:i+3]) / 3 for i in (0, 3, 6)]
     half = 4.303 * statistics.stdev(by_seed) / 3**.5 # Student's t, three seeds
-    assert '95 % interval is {:.3f} to {:.3f}, which holds 0'.format(statistics.mean(by_seed) - half, statistics.mean(by_seed) + half) in TEXT
+    assert '95 % interval is {:.3f} to {:.3f} and holds 0'.format(statistics.mean(by_seed) - half, statistics.mean(by_seed) + half) in TEXT
     less, cases, bits = re.search(r'in (\d) of (\d) trials, by ([\d.]+) bits', TEXT).groups()
     assert (int(less), int(cases)) == (sum(x > 0 for x in gained), len(gained)) and float(bits) == round(sum(gained) / len(gained), 3)
 

@@ -148,15 +148,17 @@ def saved(name: str, arm: str, split: str = 'test') -> str:
 
 def which_method(experiments: str, brief: bool = False) -> str: # path of the folder of experiments
     "Which method to use, with the recorded numbers that say so, as a table; brief: of five rows."
-    parts = result('pretrained')['parts']
-    runs = [r for p in parts.values() for r in p.get('runs', ())]
-    def of(key, m, rate): return np.array([r[key] for r in runs if key in r and (r['method'], r.get('rate')) == (m, rate)])
-    def nats(m): return of('test', m, .2) # of SmolLM2 without a fifth of its groups
-    def cosine(m): return of('cosine', m, .5) # of MiniLM without half of its heads
+    parts, refitted = result('pretrained')['parts'], {}
+    for name in ('', '-default', '-random'):
+        for model in ('smollm2', 'minilm'): refitted.setdefault(model, []).extend(result(f'pretrained/refitted{name}').get(model, ()))
+    def nats(m): return np.array([r['test'] for r in refitted['smollm2'] if r['method'] == m]) # of SmolLM2 without a fifth of its groups
+    def cosine(m): return np.array([r['cosine'] for r in refitted['minilm'] if r['method'] == m]) # of MiniLM without half of its heads
     def right(answers): return np.array([[*x] for x in answers], int)
+    def half(m): return right([r['right'] for r in parts['minilm-classifier']['runs'] if (r['method'], r.get('rate')) == (m, .5)])
     def tuned(m, text): return np.array(parts[f'tuned-{m}-0.2'][text])[None]
     def bits(arm): return passage_bits([result(f'verdicts/{arm}-0.08-{seed}')['models']['pruned']['passages']['test'] for seed in range(3)])
-    def lost(m): return nats(m).mean() - np.mean(parts['whole']['runs'][0]['test'])
+    def lost(m): return nats(m).mean() - nats('whole').mean()
+    draws = nats('random').mean(1) - nats('whole').mean()      # nats that random groups lose
     def cut(files, how='nothing', text='test'): # nats that SmolLM2 loses without 10 % of the parameters of its blocks, mean of the files
         return losses(files, how, text).mean() - np.mean(result('pretrained/neurons/whole')[text])
     def losses(files, how, text='test'): return np.array([result(f'pretrained/{x}')[how][text] for x in files])
@@ -176,20 +178,22 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     choice, pretrained = (f'[{name}]({experiments}/{name}.ipynb)' for name in ('which_heads', 'pretrained'))
     a, b, seconds = 'choice-after', 'choice-word', 'gates if you have minutes, else *{}*'.format
     def less(*which): return saved(*which).split()[0] + ' less' + unclear(shares_saved(*which))
+    apart = short_costs(a)['gates'] - short_costs(a)['leave_one_out']
     if brief: return markdown(['my model', 'use', 'because'], [
-        ['All-attention, on characters', '*leave_one_out*, then fine-tune, as in [Your own text](#your-own-text)',
-         f"its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')} ({'; '.join(saved(a, x).split('(')[1][:-1] for x in ('leave_one_out', 'gates'))}; 95 % intervals, after 1,500 steps; {choice})"],
-        ['All-attention, on words', '*rewound*: train gates, set the weights back, remove the heads, fine-tune',
-         f"its heads cost {less(b, 'rewound')} than random heads, those of *leave_one_out* {less(b, 'leave_one_out')} ({choice})"],
-        ['any model from transformers, to remove parameters (neurons)', '`hf.prune(model, batches, share)`, with text of each kind that the model will read',
-         f"without 10 % of the parameters of its blocks, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats, healed {healed('ours'):.3f}; LLM-Pruner's criterion, healed, {healed('llm_pruner'):.3f}"
-         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers, healed, {healed('layers', 0):.3f}. On text of another kind, LLM-Pruner's and layers lose less than ours: so give text of each kind ({pretrained})"],
-        ['a decoder from transformers, to remove heads', "`hf.remove_heads(model, hf.train_gates(model, batches, .2))`; in seconds `hf.prune(model, batches, share, 'heads', 'gradient')`",
-         f"before refitting, SmolLM2 without a fifth of its groups loses {lost('gates'):.3f} nats with gates, {lost('leave_one_out'):.3f} with *leave_one_out*"
-         f"{unclear(nats('leave_one_out') - nats('gates'), ' (no clear difference)')}, {lost('gradient'):.2f} with *gradient*, {lost('random'):.1f} with random groups ({pretrained})"],
-        ['an encoder, to remove heads', "`hf.prune(model, batches, share, 'heads', 'leave_one_out')`; in seconds `hf.prune(model, batches, share, 'heads')`",
-         f"before refitting, without half of its heads, MiniLM's vectors keep a cosine of {cosine('leave_one_out').mean():.3f}, in seconds {cosine('output_difference').mean():.3f}; "
-         f"with random heads {cosine('random').mean():.3f} ({pretrained})"]], text=3)
+        ['All-attention, on characters', "the score `leave_one_out`, then train on, as in [Your own text](#your-own-text)",
+         f"its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')}; between the two are {apart.mean():.3f} bits per character ({between(apart.mean(1, keepdims=True))}; {choice})"],
+        ['All-attention, on words', "*rewound*: train gates on a copy, `train(copy, corpus, recipe, gates)` ([04_train](method/04_train.ipynb)); then `remove_heads(model, gates.open_mask())`, and train on",
+         f"its heads cost {less(b, 'rewound')} than random heads ({saved(b, 'rewound').split('(')[1]}; those of `leave_one_out` {less(b, 'leave_one_out')} ({choice})"],
+        ['from transformers, to remove parameters', '`hf.prune(model, batches, share)` removes neurons; give text of each kind that the model will read',
+         f"without 8 % of its parameters, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats, {healed('ours'):.3f} if it is trained on; then LLM-Pruner's criterion loses {healed('llm_pruner'):.3f}"
+         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers {healed('layers', 0):.3f}. On another kind of text ours loses most of the three, {healed('ours', text='docs'):.2f}, "
+         f"but {cut(mixture, 'healed', 'docs'):.2f} if it has read that kind, too ({pretrained})"],
+        ['from transformers, to remove heads', "`hf.prune(model, batches, share, 'heads', 'gates')` trains gates, for minutes",
+         f"without a fifth of its groups, SmolLM2 loses {lost('gates'):.3f} nats, with the best score {(nats('gradient') - nats('gates')).mean():.3f} more ({between(nats('gradient') - nats('gates'))}), "
+         f"with random groups removed {min(draws):.2f} to {max(draws):.1f} (ten draws; {pretrained})"],
+        ['the same, quicker', "`hf.prune(model, batches, share, 'heads')`",
+         f"without half of its heads, the vectors of MiniLM keep a cosine of {cosine('output_difference').mean():.3f}, with gates {cosine('gates').mean():.3f}"
+         f"{unclear(cosine('gates') - cosine('output_difference'), ' (no clear difference)')}, with random heads removed {cosine('random').mean():.3f} ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
          f"of what random heads cost it saves {saved(a, 'leave_one_out')} on characters, gates {saved(a, 'gates')}; on words "
@@ -199,15 +203,15 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['', 'hours to train', '*leave_one_out* (tried on characters)',
          f"bits per character that it is better than gates after 12,000 steps: {between(bits('gates') - bits('leave_one_out'))}", choice],
         ['from transformers, to remove parameters', 'minutes', *neurons, pretrained],
-        ['a decoder, to remove heads', 'seconds', '*gradient*',
-         f"without a fifth of its groups SmolLM2 loses {lost('gradient'):.2f} nats, with random groups {lost('random'):.1f}", pretrained],
+        ['a decoder, to remove heads, and refit', 'seconds', '*gradient*',
+         f"without a fifth of its groups SmolLM2 loses {lost('gradient'):.2f} nats, with random groups {np.median(draws):.2f} (median of ten draws)", pretrained],
         ['', 'minutes', 'gates', f"nats that it loses less than with *gradient*: {between(nats('gradient') - nats('gates'))}, "
          f"than with *leave_one_out*, which takes {minutes}: {between(nats('leave_one_out') - nats('gates'))}", pretrained],
         ['', 'hours to train', 'gates', f"one seed: *gradient* is {between(tuned('gates', 'test') - tuned('gradient', 'test'))} nats better on the text trained on, "
          f"{between(tuned('gradient', 'docs') - tuned('gates', 'docs'))} worse on another", pretrained],
-        ['an encoder, to remove heads', 'seconds', '*output_difference*',
+        ['an encoder, to remove heads, and refit', 'seconds', '*output_difference*',
          f"without half of MiniLM's heads, cosine to the whole model {cosine('output_difference').mean():.2f}, random {cosine('random').mean():.2f}", pretrained],
-        ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(right(of('right', 'gates', .5)) - right(of('right', 'leave_one_out', .5)))}; "
+        ['', 'minutes', 'gates', f"accuracy as a classifier above *leave_one_out*: {between(half('gates') - half('leave_one_out'))}; "
          f"cosine as an encoder: {between(cosine('gates') - cosine('leave_one_out'))}", pretrained],
         ['', 'hours to train', '*gradient*, the cheapest', f"one seed: accuracy of gates above it: {between(after['gates'] - after['gradient'])}", pretrained]], text=5)
 

@@ -8,13 +8,14 @@ Predictions, written before the run. SmolLM2 without a fifth of its groups, nats
 leave_one_out .155 / .24, gradient .182 / .25, random .35 to 2. MiniLM without half of its heads, cosine: leave_one_out .945, gates .94,
 output_difference .925, random .87.
 
-`python refitted.py DATA default` writes refitted-default.json: what `hf.prune(..., 'heads')` chooses without a method, `fisher`. Prediction, written
-when all above but leave_one_out was known (gradient .183 / .411): .18 / .40. `python refitted.py DATA random` writes refitted-random.json: seven more
+`python refitted.py DATA default` writes refitted-default.json: SmolLM2's groups chosen by `fisher`. Prediction, written when all above
+but leave_one_out was known (gradient .183 / .411): .18 / .40. `python refitted.py DATA random` writes refitted-random.json: seven more
 draws of SmolLM2. Prediction, with the first three known (.24 to .46 / .53 to .77): .2 to .7 / .5 to 1.
 """
 import json, sys, time, torch
 from pathlib import Path
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 from transformers import AutoModel
 from allatt_prune import hf
 from allatt_prune.repair import least_squares
@@ -56,7 +57,7 @@ def default_arm(data, parts):
     model, tokenizer = smollm2(torch.float32)
     text, heads = texts(tokenizer, data), hf.HFHeads(model, None)
     share = .2 * float(heads.costs().sum()) / model.num_parameters()
-    small, seconds = timed(hf.prune, model, batches(text['choose'], 8), share, 'heads', progress=False)
+    small, seconds = timed(hf.prune, model, batches(text['choose'], 8), share, 'heads', hf.fisher, progress=False)
     yield dict(method='fisher', seed=0, seconds=seconds, report=small.config.report, **{name: losses(small, text[name]) for name in ('test', 'docs')})
 
 if __name__ == '__main__':
