@@ -185,8 +185,8 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
         ['All-attention, on words', "*rewound*: train gates on a copy, `train(copy, corpus, recipe, gates)` ([04_train](method/04_train.ipynb)); then `remove_heads(model, gates.open_mask())`, and train on",
          f"its heads cost {less(b, 'rewound')} than random heads ({saved(b, 'rewound').split('(')[1]}; those of `leave_one_out` {less(b, 'leave_one_out')} ({choice})"],
         ['from transformers, to remove parameters', '`hf.prune(model, batches, share)` removes neurons; give text of each kind that the model will read',
-         f"without 8 % of its parameters, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats, {healed('ours'):.3f} if it is trained on; then LLM-Pruner's criterion loses {healed('llm_pruner'):.3f}"
-         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers {healed('layers', 0):.3f}. On another kind of text ours loses most of the three, {healed('ours', text='docs'):.2f}, "
+         f"without 8 % of its parameters, SmolLM2 loses {cut(ours, 'least_squares'):.3f} nats, healed {healed('ours'):.3f}; LLM-Pruner's criterion, healed, {healed('llm_pruner'):.3f}"
+         f"{unclear(more('llm_pruner'), ' (no clear difference)')}, whole layers, healed, {healed('layers', 0):.3f}. On another kind of text ours loses most of the three, {healed('ours', text='docs'):.2f}, "
          f"but {cut(mixture, 'healed', 'docs'):.2f} if it has read that kind, too ({pretrained})"],
         ['from transformers, to remove heads', "`hf.prune(model, batches, share, 'heads', 'gates')` trains gates, for minutes",
          f"without a fifth of its groups, SmolLM2 loses {lost('gates'):.3f} nats, with the best score {(nats('gradient') - nats('gates')).mean():.3f} more ({between(nats('gradient') - nats('gates'))}), "
