@@ -114,7 +114,7 @@ def _mean(pieces): # losses and label counts, ... -> mean over labels
 class HFHeads:
     "Adapter: the units of a Hugging Face model and the batches it reads, like `importance.LMHeads`."
     def __init__(self, model, batches, units='heads', group=64, loss=None, most=None): # batches
-        if not isinstance(model, torch.nn.Module): raise ValueError(f'model={model!r}: give a model, as from AutoModel.from_pretrained')
+        if not isinstance(model, torch.nn.Module): raise ValueError(f'model={model!r:.60}: give a model, as from AutoModel.from_pretrained')
         self.model, self.units, self.loss = plain(model), units, loss
         self.shape, self.main = shape(self.model, units, group), self.model.main_input_name
         self.units_left = units_left(self.model, units, self.shape[1]) # (l n)
@@ -177,6 +177,7 @@ class HFHeads:
             self.watch(torch.ones(self.shape) if z is None else z, hook, self.parts())
         finally: self.model.set_attn_implementation(was)
     def projection(self, i, model=None):
+        if self.units == 'layers': raise ValueError('units=layers: without output weights; choose another score')
         f = self.rows(model)[i].modules[-1]                    # no weight in a layer without heads
         return (None if f.weight is None else weight_rows(f).T), f.bias
     def parameters(self, i): return _parameters(self.parts()[i])
@@ -301,18 +302,20 @@ def prune(
     if not 0 < n <= left - multiple:
         most = math.floor(100 * (left - multiple) * cost / total) / 100
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
-    usual = influence if layered else 'output_difference' if 'whole' in heads.read()[0] else fisher if units == 'neurons' else 'gradient'
+    quick = dict(neurons=fisher, heads='gradient', layers=influence)
+    if apart := 'whole' in heads.read()[0]: quick = dict(neurons='output_difference', heads='output_difference', layers='leave_one_out')
     with shown(progress):
         say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         def gates(heads, z): return train_gates(heads.model, heads.read(), sparsity, units, 1, loss=loss, seed=seed, progress=progress).log_alpha
-        f = gates if method == 'gates' else method or usual
+        f = gates if method == 'gates' else method or quick[units]
         keep = keep_mask(score(heads, None, f, seed=seed), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
         if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)
         _note(small, f'{gone:,} of {left:,} {name} removed: {total:,} -> {small.num_parameters():,} parameters',
-              text(lost(heads.model), lost(small)), _speed(heads.model, small, heads.batches[0]))
+              text(lost(heads.model), after := lost(small)), _speed(heads.model, small, heads.batches[0]),
+              *(['Warning: further from the whole model than zeros. Remove less, or heal.'] * (apart and after > 1)))
     return copy.deepcopy(model, {id(whole): small})            # the other modules stay
 
 # %% ../nbs/beyond/06_hf.ipynb #a1b2c322

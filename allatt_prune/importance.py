@@ -238,6 +238,8 @@ def score(
         f = method if callable(method) else METHODS[method]
         found = per_head(f(heads, z.to(next(heads.model.parameters()).device)), 'scores', heads.shape)
     if found.isnan().any(): raise ValueError('scores=nan: not a number; give one per head')
+    left = found.cpu()[z.cpu() != 0]
+    if len(left) > 1 and (left == left[0]).all(): raise ValueError('scores: all equal, they rank nothing; choose another')
     return found.detach().float().cpu().masked_fill(z.cpu() == 0, -math.inf)
 
 def keep_mask(

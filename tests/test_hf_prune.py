@@ -287,6 +287,24 @@ def test_prune_by_gates_trains_them_and_refits(kind, own):
         assert all(torch.equal(a, b) for a, b in zip(small.parameters(), want.parameters()))
     assert len(hf.layers(hf.prune(model, batches, .25, 'layers', 'gates'))) == 2
 
+def test_scores_that_rank_nothing_are_refused():
+    model, batches = for_scores('bert')
+    with pytest.raises(ValueError, match='scores: all equal, they rank nothing'): hf.prune(model, batches, .05, 'heads', 'persistent')
+    with pytest.raises(ValueError, match='scores: all equal'): score(model, batches, lambda heads, z: torch.ones_like(z))
+    with pytest.raises(ValueError, match='units=layers: without output weights'): hf.prune(model, batches, .25, 'layers', 'output_difference')
+
+def test_the_report_of_an_encoder_warns_beyond_zeros():
+    model, batches = for_scores('bert')
+    model, unlabelled, said = model.base_model, [{k: v for k, v in x.items() if k != 'labels'} for x in batches], set()
+    for method in (None, 'random'):
+        small = hf.prune(model, unlabelled, .25, 'layers', method)
+        distance = float(re.search('whole model: (.+?) ', small.config.report)[1])
+        assert ('Warning: further from the whole model than zeros' in small.config.report) == (distance > 1)
+        said.add(distance > 1)
+    assert said == {True, False}
+    usual, named = (hf.prune(model, unlabelled, .25, 'layers', m) for m in (None, 'leave_one_out'))
+    assert all(torch.equal(a, b) for a, b in zip(usual.parameters(), named.parameters(), strict=True))
+
 def test_a_name_in_place_of_a_model_and_models_swapped():
     model, batches = for_scores('bert')
     with pytest.raises(ValueError, match="model='bert': give a model"): hf.prune('bert', batches, .1)
