@@ -59,7 +59,7 @@ def test_the_first_page_shows_the_recorded_run():
     runs = json.loads((ROOT/'nbs'/'results'/'tiny-seeds.json').read_text(encoding='utf-8'))['rows']
     gone = [32 - sum(map(sum, r['keep'])) for r in runs]
     cost = [r['pruned']['test'] - r['control']['test'] for r in runs]
-    assert (f'{len(runs)} runs (five seeds, each with three roundings, one thread) removed {min(gone)} to {max(gone)} heads, '
+    assert (f'{len(runs)} runs (five seeds, each at three commits that round differently, one thread) removed {min(gone)} to {max(gone)} heads, '
             f'which cost {min(cost):.2f} to {max(cost):.2f} bits') in readme
 
 def test_each_block_of_the_readme_needs_no_other():

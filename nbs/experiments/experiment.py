@@ -181,17 +181,17 @@ def which_method(experiments: str, brief: bool = False) -> str: # path of the fo
     apart = short_costs(a)['gates'] - short_costs(a)['leave_one_out']
     if brief: return markdown(['my model', 'use', 'because'], [
         ['All-attention, on characters', "the score `leave_one_out`, then train on, as in [Your own text](#your-own-text)",
-         f"1,500 steps after 21 to 58 % of the heads went, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')}; between the two are {apart.mean():.3f} bits per character ({between(apart.mean(1, keepdims=True))}; {choice})"],
+         f"with 21 to 58 % of the heads removed, and 1,500 steps more, its heads cost {less(a, 'leave_one_out')} than random heads, those of gates {less(a, 'gates')}; between the two are {apart.mean():.3f} bits per character ({between(apart.mean(1, keepdims=True))}; {choice})"],
         ['All-attention, on words', "*rewound*: train gates on a copy, `train(copy, corpus, recipe, gates)` ([04_train](method/04_train.ipynb)); then `remove_heads(model, gates.open_mask())`, and train on",
          f"its heads cost {less(b, 'rewound')} than random heads ({saved(b, 'rewound').split('(')[1]}; those of `leave_one_out` {less(b, 'leave_one_out')} ({choice})"],
         ['from transformers, to remove parameters', '`hf.prune(model, batches, share)` removes neurons; give text of each kind that the model will read',
          f"without 8 % of its parameters, and healed, SmolLM2 loses {healed('ours'):.3f} nats (by LLM-Pruner's criterion {healed('llm_pruner'):.3f}{unclear(more('llm_pruner'), ', no clear difference')}; whole layers {healed('layers', 0):.3f}). "
          f"On a kind of text that it has not read, it loses {healed('ours', text='docs'):.2f}, more than these two; {cut(mixture, 'healed', 'docs'):.2f} if it has read that kind, too ({pretrained})"],
         ['from transformers, to remove heads', "`hf.prune(model, batches, share, 'heads', 'gates')` trains gates, for minutes",
-         f"without a fifth of its groups (`share` .04), SmolLM2 loses {lost('gates'):.3f} nats, with the best score {(nats('gradient') - nats('gates')).mean():.3f} more ({between(nats('gradient') - nats('gates'))}), "
+         f"without a fifth of its groups (`share` .04), SmolLM2 loses {lost('gates'):.3f} nats, with `gradient`, the best score, {(nats('gradient') - nats('gates')).mean():.3f} more ({between(nats('gradient') - nats('gates'))}), "
          f"with random groups removed {min(draws):.2f} to {max(draws):.1f} (ten draws; {pretrained})"],
-        ['the same, quicker', "`hf.prune(model, batches, share, 'heads')`",
-         f"without half of its heads (`share` .078), the vectors of MiniLM keep a cosine of {cosine('output_difference').mean():.3f}, with gates {cosine('gates').mean():.3f}"
+        ['the same, quicker', "`hf.prune(model, batches, share, 'heads')`: by the score `gradient`, or `output_difference` for encoders without labels",
+         f"SmolLM2 loses {lost('gradient'):.3f}; without half of its heads (`share` .078), the vectors of MiniLM keep a cosine of {cosine('output_difference').mean():.3f}, with gates {cosine('gates').mean():.3f}"
          f"{unclear(cosine('gates') - cosine('output_difference'), ' (no clear difference)')}, with random heads removed {cosine('random').mean():.3f} ({pretrained})"]], text=3)
     return markdown(['my model', 'I have', 'use', 'because', 'see'], [
         ['All-attention, trained here', 'seconds', '*leave_one_out*, then 1,500 steps of fine-tuning',
