@@ -230,7 +230,9 @@ def train_gates(
             turns.set_postfix_str(f'loss {_three(task.item())}', refresh=False)
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
-            if same >= patience and step > penalty.warmup: break
+            if same >= patience and step > penalty.warmup:
+                turns.total = step                             # done, not broken off
+                break
     if not slopes: raise ValueError('loss: it ignores the gates')
     gates.keep, gates.units = int(keep.sum()), units           # units: for `remove_heads`
     return gates.freeze().eval()
@@ -257,7 +259,7 @@ def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
     apart = 'whole' in data[0]                                 # 0 for the whole model
     name = 'own loss' if heads.loss else 'nats per label'
-    if apart: name = 'relative squared distance to the whole model:'
+    if apart: name = f"relative squared distance to the {'model before' if getattr(heads.model.config, 'report', '') else 'whole model'}:"
     @torch.no_grad()
     def lost(model):
         which = 'whole' if model is heads.model else 'pruned'
@@ -305,7 +307,8 @@ def prune(
     quick = dict(neurons=fisher, heads='gradient', layers=influence)
     if apart := 'whole' in heads.read()[0]: quick = dict(neurons='output_difference', heads='output_difference', layers='leave_one_out')
     with shown(progress):
-        say(f"prune: choosing {units}, {'least squares, ' * (not layered)}loss and time of both models")
+        by = f' ({method})' if isinstance(method, str) else ''
+        say(f"prune: choosing {units}{by}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
         def gates(heads, z): return train_gates(heads.model, heads.read(), sparsity, units, 1, loss=loss, seed=seed, progress=progress).log_alpha
         f = gates if method == 'gates' else method or quick[units]
@@ -313,7 +316,7 @@ def prune(
         gone = left - int(keep.sum())
         if not gone: raise ValueError(f'share={share}: less than half a {units[:-1]}; give more')
         small = heads.remove(keep) if layered else least_squares(heads, keep, None)
-        _note(small, f'{gone:,} of {left:,} {name} removed: {total:,} -> {small.num_parameters():,} parameters',
+        _note(small, f'{gone:,} of {left:,} {name} removed{by}: {total:,} -> {small.num_parameters():,} parameters',
               text(lost(heads.model), after := lost(small)), _speed(heads.model, small, heads.batches[0]),
               *(['Warning: further from the whole model than zeros. Remove less, or heal.'] * (apart and after > 1)))
     return copy.deepcopy(model, {id(whole): small})            # the other modules stay

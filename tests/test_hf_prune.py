@@ -287,6 +287,24 @@ def test_prune_by_gates_trains_them_and_refits(kind, own):
         assert all(torch.equal(a, b) for a, b in zip(small.parameters(), want.parameters()))
     assert len(hf.layers(hf.prune(model, batches, .25, 'layers', 'gates'))) == 2
 
+def test_gates_that_stop_early_are_done(monkeypatch):
+    model, batches = for_scores('bert')
+    seen, slow = [], hf._slow
+    monkeypatch.setattr(hf, '_slow', lambda *args, **how: seen.append(slow(*args, **how)) or seen[-1])
+    hf.train_gates(model, batches, .25, steps=40, patience=1)
+    (gates,) = [b for b in seen if b.desc.startswith('training gates')]
+    assert 10 < gates.n == gates.total < 40 # a notebook shows no fault
+
+def test_the_report_names_its_method_and_what_it_is_compared_with():
+    model, batches = for_scores('bert')
+    model, unlabelled = model.base_model, [{k: v for k, v in x.items() if k != 'labels'} for x in batches]
+    one = hf.prune(model, unlabelled, .1, method='random')
+    assert re.match(r'[0-9]+ of 120 neurons removed \(random\): ', one.config.report) and 'distance to the whole model: ' in one.config.report
+    two = hf.prune(one, unlabelled, .25, 'layers')
+    assert re.search(r'layers removed: .*\nrelative squared distance to the model before: ', two.config.report.removeprefix(one.config.report))
+    hf.heal(two, model, unlabelled, 1)
+    assert 'healed for 1 steps: relative squared distance to the whole model: ' in two.config.report
+
 def test_scores_that_rank_nothing_are_refused():
     model, batches = for_scores('bert')
     with pytest.raises(ValueError, match='scores: all equal, they rank nothing'): hf.prune(model, batches, .05, 'heads', 'persistent')
