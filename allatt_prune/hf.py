@@ -231,7 +231,8 @@ def train_gates(
             before, keep = keep, choose(gates.log_alpha.detach().cpu())
             same = same + 1 if torch.equal(keep, before) else 0
             if same >= patience and step > penalty.warmup:
-                turns.total = step                             # done, not broken off
+                turns.n = turns.total = step                   # done, not broken off
+                turns.close()
                 break
     if not slopes: raise ValueError('loss: it ignores the gates')
     gates.keep, gates.units = int(keep.sum()), units           # units: for `remove_heads`
