@@ -260,7 +260,8 @@ def _judge(heads, held_out): # -> text, of two losses; loss, of a model
     data = heads.read()[:16] if own else HFHeads(heads.model, held_out, heads.units, 1, heads.loss).read()
     apart = 'whole' in data[0]                                 # 0 for the whole model
     name = 'own loss' if heads.loss else 'nats per label'
-    if apart: name = f"relative squared distance to the {'model before' if getattr(heads.model.config, 'report', '') else 'whole model'}:"
+    given = 'model before' if getattr(heads.model.config, 'report', '') else 'whole model' # pruned before?
+    if apart: name = f'relative squared distance to the {given}:'
     @torch.no_grad()
     def lost(model):
         which = 'whole' if model is heads.model else 'pruned'
@@ -295,7 +296,8 @@ def prune(
 ): # the pruned model; its config.report says what was removed and lost
     "Remove the neurons or heads that matter least, and refit the others; or remove layers."
     if units == 'both' or units not in [*KINDS]: raise ValueError(f'units={units}: give neurons, heads or layers')
-    if isinstance(method, str) and method not in (names := ['gates', *METHODS]): raise ValueError(f'method={method}: unknown; give one of {", ".join(names)}')
+    if isinstance(method, str) and method not in (names := ['gates', *METHODS]):
+        raise ValueError(f'method={method}: unknown; give one of {", ".join(names)}')
     whole, layered = _inside(model), units == 'layers'
     with shown(progress): text, lost = _judge(heads := HFHeads(whole, batches, units, 1, loss), held_out)
     cost, left = float(heads.costs()[heads.units_left].mean()), int(heads.units_left.sum())
@@ -306,12 +308,14 @@ def prune(
         most = math.floor(100 * (left - multiple) * cost / total) / 100
         raise ValueError(f'share={share}: give at most {most}, and more than 0; {units} hold no more')
     quick = dict(neurons=fisher, heads='gradient', layers=influence)
-    if apart := 'whole' in heads.read()[0]: quick = dict(neurons='output_difference', heads='output_difference', layers='leave_one_out')
+    if apart := 'whole' in heads.read()[0]:                    # no labels, no slope
+        quick = dict(neurons='output_difference', heads='output_difference', layers='leave_one_out')
     with shown(progress):
         by = f' ({method})' if isinstance(method, str) else ''
         say(f"prune: choosing {units}{by}, {'least squares, ' * (not layered)}loss and time of both models")
         sparsity = 1 - (left - n) / heads.units_left.numel()   # with those removed before
-        def gates(heads, z): return train_gates(heads.model, heads.read(), sparsity, units, 1, loss=loss, seed=seed, progress=progress).log_alpha
+        def gates(heads, z):
+            return train_gates(heads.model, heads.read(), sparsity, units, 1, loss=loss, seed=seed, progress=progress).log_alpha
         f = gates if method == 'gates' else method or quick[units]
         keep = keep_mask(score(heads, None, f, seed=seed), sparsity, multiple=multiple)
         gone = left - int(keep.sum())
